@@ -35,7 +35,7 @@ _NAMELESS = {
   *("more", "most", "near", "none", "nothing", "now", "once", "one", "ones"),
   *("others", "owed", "own", "ready", "rest", "said", "same", "seen", "some"),
   *("spare", "strange", "such", "taken", "theirs", "there", "told", "true"),
-  *("unlike", "wanted", "what", "yours"),
+  *("heat", "unlike", "wanted", "what", "yours"),
 }
 _UNITLESS = {
   *("after", "before", "begin", "begins", "begun", "drawn", "end", "filled"),
@@ -50,14 +50,14 @@ _MAX_SHARES = {
   _LIBRARY: {
     "summaries": 0.005,
     "nameless": 0.005,
-    "unitless": 0.085,
-    "packed": 0.06,
+    "unitless": 0.04,
+    "packed": 0.03,
   },
   _TESTS: {
-    "summaries": 0.04,
-    "nameless": 0.065,
-    "unitless": 0.09,
-    "packed": 0.06,
+    "summaries": 0.005,
+    "nameless": 0.005,
+    "unitless": 0.01,
+    "packed": 0.02,
   },
 }
 _MIN_COMMENTS = {

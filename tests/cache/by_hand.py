@@ -8,19 +8,22 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
+from jaxkv._src.cache.pool import free_queue
 
 # --- a tiny cache -------------------------------------------------------------
 
-SLOTS, COLUMNS = 3, 8
+SLOTS = 3
+COLUMNS = 8
 
 
 def tiny(*groups, **options) -> jaxkv.CacheState:
   """Returns an empty cache: 3 slots, pages 1 to 7 of 2 tokens; 8 is NO_PAGE."""
-  sizes = {"num_pages": 8, "page_size": 2, "num_slots": SLOTS}
-  sizes |= {"pages_per_slot": 4}
-  if groups:
-    sizes["groups"] = groups
-  config = jaxkv.CacheConfig(**(sizes | options))
+  fields = {"num_pages": 8, "num_slots": SLOTS, "pages_per_slot": 4}
+  return _init(groups or (jaxkv.FullAttention(),), fields | options)
+
+
+def _init(groups: tuple, options: dict) -> jaxkv.CacheState:
+  config = jaxkv.CacheConfig(page_size=2, groups=groups, **options)
   return jaxkv.init(config, jaxkv.salt("by hand"))
 
 
@@ -58,6 +61,11 @@ def references(state: jaxkv.CacheState, *numbers) -> list[int]:
   return state.pool.ref_count[ints(*numbers)].tolist()
 
 
+def listed(queue: free_queue.FreeQueue) -> list[int]:
+  """Returns the free pages in the order in which they will be taken."""
+  return free_queue.in_order(queue)[: int(queue.num_free)].tolist()
+
+
 # --- one text in a larger cache -----------------------------------------------
 
 PAGES = 32
@@ -76,15 +84,14 @@ def text(start: int = 0) -> jax.Array:
 
 def empty(*groups, **options) -> jaxkv.CacheState:
   """Returns a cache with one slot of eight pages of two tokens."""
-  sizes = {"num_pages": PAGES, "page_size": 2, "num_slots": 1}
-  sizes |= {"pages_per_slot": 8, "groups": groups}
-  config = jaxkv.CacheConfig(**(sizes | options))
-  return jaxkv.init(config, jaxkv.salt("by hand"))
+  fields = {"num_pages": PAGES, "num_slots": 1, "pages_per_slot": 8}
+  return _init(groups, fields | options)
 
 
 def held(length: int, *groups, **options) -> jaxkv.CacheState:
   """A cache that holds a text."""
-  state, slot = empty(*groups, **options), ints(0)
+  state = empty(*groups, **options)
+  slot = ints(0)
   state, room = jaxkv.allocate(state, ints(length), slots=slot)
   state, done = jaxkv.commit(state, text(), ints(length), slots=slot)
   assert bool(room.ok[0] & done.ok[0])
@@ -107,10 +114,11 @@ def without(state: jaxkv.CacheState, *pages) -> jaxkv.CacheState:
 def match(state: jaxkv.CacheState, length: int) -> tuple[int, list]:
   """Returns the hit tokens of a text, and the hit pages of each group."""
   hit = jaxkv.match(state, text(), ints(length))
-  tokens, pages = int(hit.num_cached_tokens[0]), hit.pages[0].tolist()
+  tokens = int(hit.num_cached_tokens[0])
+  pages = hit.pages[0].tolist()
   return tokens, [
-    row[: tokens // size]
-    for row, size in zip(pages, state.config.page_sizes, strict=True)
+    row[: tokens // page_size]
+    for row, page_size in zip(pages, state.config.page_sizes, strict=True)
   ]
 
 
@@ -124,8 +132,8 @@ def table(state: jaxkv.CacheState, slot: int = 0) -> list[list[int]]:
 
 def config(**changes) -> jaxkv.CacheConfig:
   """Returns the sizes of a cache of two slots."""
-  sizes = {"num_pages": 16, "page_size": 4, "num_slots": 2}
-  return jaxkv.CacheConfig(**(sizes | {"pages_per_slot": 4} | changes))
+  fields = {"num_pages": 16, "page_size": 4, "num_slots": 2}
+  return jaxkv.CacheConfig(**(fields | {"pages_per_slot": 4} | changes))
 
 
 def life(state, tokens, lengths):
@@ -137,8 +145,8 @@ def life(state, tokens, lengths):
   state, _ = jaxkv.commit(state, rows, num_tokens)
   state, _ = jaxkv.fork(state, slots, ints(1))
   state, cut = jaxkv.truncate(state, state.length - 1)
-  state, held = jaxkv.pin(state, tokens, lengths)
+  state, pin_result = jaxkv.pin(state, tokens, lengths)
   state, _ = jaxkv.free(state, mask=state.length > 0)
-  state, _ = jaxkv.unpin(state, held.pages)
+  state, _ = jaxkv.unpin(state, pin_result.pages)
   hit = jaxkv.match(state, tokens, lengths)
   return state, (out.ok, cut.ok, hit.num_cached_tokens)

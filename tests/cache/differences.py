@@ -9,7 +9,8 @@ from tests.model_of_the_cache.verbs import Oracle
 
 def differences(oracle: Oracle, state: CacheState) -> list[str]:
   """Returns all differences of a state from the oracle, one a line."""
-  expected, actual = _expected(oracle), _actual(state)
+  expected = _expected(oracle)
+  actual = _actual(state)
   return [
     f"{name}: oracle {expected[name]}, state {actual[name]}"
     for name in expected
@@ -18,7 +19,8 @@ def differences(oracle: Oracle, state: CacheState) -> list[str]:
 
 
 def _expected(oracle):
-  pool, config = oracle.pool, oracle.config
+  pool = oracle.pool
+  config = oracle.config
   tables = [
     [
       pages + [config.no_page] * (config.pages_per_slot - len(pages))
@@ -29,7 +31,7 @@ def _expected(oracle):
   return {
     "page_table": tables,
     "num_pages": [[*map(len, slot.pages)] for slot in oracle.slots],
-    "num_skipped_pages": [slot.gone for slot in oracle.slots],
+    "num_skipped_pages": [slot.num_skipped for slot in oracle.slots],
     "length": [len(slot.tokens) for slot in oracle.slots],
     "ref_count": pool.refs,
     "pin_count": pool.pins,
@@ -86,11 +88,11 @@ def _actual(state):
 
 def _in_order(queue):
   """Returns the live entries of the ring, to which their page points back."""
-  places = (queue.head + np.arange(queue.span)) % len(queue.ring)
+  indices = (queue.head + np.arange(queue.span)) % len(queue.ring)
   return [
-    queue.ring[place]
-    for place in places
-    if queue.position[queue.ring[place]] == place
+    queue.ring[index]
+    for index in indices
+    if queue.position[queue.ring[index]] == index
   ]
 
 

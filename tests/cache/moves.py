@@ -95,7 +95,8 @@ class Moves:
 
   def possible(self, verb: str) -> bool:
     """True if `make` may find a move."""
-    running, pool = self._slots(empty=False), self.oracle.pool
+    running = self._slots(empty=False)
+    pool = self.oracle.pool
     needs = {
       "commit": running,
       "commit_slots": running,
@@ -124,7 +125,8 @@ class Moves:
 
   def _some(self, items, count) -> list:
     """Chooses up to `count` different items."""
-    items, chosen = list(items), []
+    items = list(items)
+    chosen = []
     for _ in range(self.draws.integer(min(1, len(items)), count)):
       if items:
         chosen.append(items.pop(self.draws.integer(0, len(items) - 1)))
@@ -152,13 +154,13 @@ class Moves:
 
   def _prompts(self):
     """Draws tokens, lengths and salts of R rows."""
-    rows, columns = self.setup.rows, self.setup.columns
-    texts = [self.draws.integer(0, 7) for _ in range(rows)]
+    columns = self.setup.columns
+    texts = [self.draws.integer(0, 7) for _ in range(self.setup.rows)]
     limit = min(columns, self.setup.config.slot_tokens)
     return (
       [[self._token(text, i) for i in range(columns)] for text in texts],
-      [self.draws.integer(1, limit) for _ in range(rows)],
-      [SALTS[max(0, self.draws.integer(-6, 2))] for _ in range(rows)],
+      [self.draws.integer(1, limit) for _ in texts],
+      [SALTS[max(0, self.draws.integer(-6, 2))] for _ in texts],
     )
 
   def _grid(self, pages) -> list[list[int]]:
@@ -199,21 +201,22 @@ class Moves:
     return [row for row, _ in done], [count for _, count in done]
 
   def _continued(self, slot: int):
-    sequence, columns = self.oracle.slots[slot], self.setup.columns
-    held = len(sequence.tokens)
-    room = min(columns, self.oracle.room(slot) - held)
+    sequence = self.oracle.slots[slot]
+    columns = self.setup.columns
+    num_held = len(sequence.tokens)
+    room = min(columns, self.oracle.room(slot) - num_held)
     count = 0
     if room:
       count = max(0, min(room, self.draws.integer(-1, columns)))
     text = self._text(sequence.tokens) if count else 0
-    return [self._token(text, held + i) for i in range(columns)], count
+    return [self._token(text, num_held + i) for i in range(columns)], count
 
   def truncate(self):
     """Rolls some slots back."""
-    lengths, mask = [], []
+    lengths = []
+    mask = []
     for sequence in self.oracle.slots:
-      length = self.draws.integer(0, len(sequence.tokens))
-      lengths.append(length)
+      lengths.append(self.draws.integer(0, len(sequence.tokens)))
       mask.append(not sequence.empty and self._often())
     return (lengths, mask) if any(mask) else None
 
@@ -304,7 +307,8 @@ class Moves:
 
   def fork(self):
     """Forks sequences to empty slots."""
-    sources, targets = self._slots(empty=False), self._slots(empty=True)
+    sources = self._slots(empty=False)
+    targets = self._slots(empty=True)
     if not sources or not targets:
       return None
     dst = self._some(targets, self.setup.rows)
@@ -368,19 +372,19 @@ class Moves:
     """Returns the move with one bad or repeated number."""
     config = self.setup.config
     named = dict(zip(ARGUMENTS[verb], arguments, strict=True))
-    places = [
+    choices = [
       name
       for name, value in named.items()
       if name not in ("mask", "salts") and value is not None
     ]
-    if not places:
+    if not choices:
       return arguments
     if "mask" in named and self._often():
       named["mask"] = np.ones_like(named["mask"]).tolist()
     values = (-(2**31), -1, 0, 1, 2, config.num_slots, config.num_pages - 1)
     values += (config.num_pages, self.setup.columns, config.slot_tokens)
     values += (self.setup.columns + 1, config.num_pages + 1, 2**30, 2**31 - 1)
-    name = self._choose(places)
+    name = self._choose(choices)
     array = named[name] = _copied(named[name])
     row = self.draws.integer(0, len(array) - 1)
     if isinstance(array[row], list):

@@ -31,8 +31,8 @@ SHARING += (("touch", 0),)
 
 def _every_item_leaves(out, g):
   """Items count as pages that leave the queue, also those named twice."""
-  queue, count = out[0], jnp.sum(g.valid, dtype=jnp.int32)
-  return replace(queue, num_free=g.queue.num_free - count), count
+  count = jnp.sum(g.valid, dtype=jnp.int32)
+  return replace(out[0], num_free=g.queue.num_free - count), count
 
 
 def _counted_twice(pool, g):
@@ -44,23 +44,25 @@ def each_page_alone(chain_keys):
   """Every page has the key that it would have as the first one."""
 
   def call(previous, digests):
-    alone = digests.reshape(-1, 1, digests.shape[-1])
-    root = jnp.zeros((alone.shape[0], previous.shape[-1]), previous.dtype)
-    return chain_keys(root, alone).reshape(digests.shape)
+    single_pages = digests.reshape(-1, 1, digests.shape[-1])
+    root = jnp.zeros(
+      (single_pages.shape[0], previous.shape[-1]), previous.dtype
+    )
+    return chain_keys(root, single_pages).reshape(digests.shape)
 
   return call
 
 
 def _up_to_the_last(hits):
   """A page counts as cached if it or one behind it is."""
-  behind = jnp.cumsum(hits[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
-  return behind > 0
+  counts = jnp.cumsum(hits[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+  return counts > 0
 
 
 def _by_any_group(g):
   """A page counts as cached in all groups if it is in one."""
-  some = jnp.any(g.cached, axis=1, keepdims=True)
-  return jnp.broadcast_to(some, g.cached.shape)
+  is_in_a_group = jnp.any(g.cached, axis=1, keepdims=True)
+  return jnp.broadcast_to(is_in_a_group, g.cached.shape)
 
 
 def _a_page_more_than_held(room, g):
@@ -88,8 +90,8 @@ def _pressure_stays(sticky):
   """Once pages ran out, no mistake is recorded any more."""
 
   def call(error, code):
-    now = (error == Status.OK) & jnp.any(code == Status.OUT_OF_PAGES)
-    stays = now | (error == Status.OUT_OF_PAGES)
+    runs_out = (error == Status.OK) & jnp.any(code == Status.OUT_OF_PAGES)
+    stays = runs_out | (error == Status.OUT_OF_PAGES)
     pressure = jnp.int32(Status.OUT_OF_PAGES)
     return jnp.where(stays, pressure, sticky(error, code))
 
@@ -261,9 +263,7 @@ MUTANTS = {
   ),
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
-    "cache.steps.reserve:reservation",
-    given(hit=lambda g: g.stop),
-    ("fork",),
+    "cache.steps.reserve:reservation", given(hit=lambda g: g.stop), ("fork",)
   ),
   "a fork forgets its keys": Mutant(
     "cache.prefix.hashing:copy_slots",
@@ -287,9 +287,7 @@ MUTANTS = {
     ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "cache.steps.publish:roll_back",
-    returned(_without_the_tail),
-    ("truncate",),
+    "cache.steps.publish:roll_back", returned(_without_the_tail), ("truncate",)
   ),
   "a slot is freed twice": Mutant(
     "arrays.indexing:num_earlier",

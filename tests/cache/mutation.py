@@ -78,24 +78,24 @@ class Mutant:
 
   def verbs_with_it(self) -> dict[str, Callable]:
     """Returns the table of verbs, some of them with the mutant."""
-    right, places = found(f"jaxkv._src.{self.place}")
+    right, aliases = found(f"jaxkv._src.{self.place}")
     wrong = self.wrong(right)
     return VERBS | {
       verb: _compiled_anew(
-        wrong if VERBS[verb] is right else VERBS[verb], places, wrong
+        wrong if VERBS[verb] is right else VERBS[verb], aliases, wrong
       )
       for verb in self.verbs
     }
 
 
-def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:
+def _compiled_anew(verb: Callable, aliases: list, wrong: Callable) -> Callable:
   """Returns a verb that is traced with the mutant, unlike all other verbs."""
   plain = inspect.unwrap(verb)
   compiled = jax.jit(lambda state, **named: plain(state, **named))
 
   def call(state, **named):
     with pytest.MonkeyPatch.context() as patch:
-      for module, alias in places:
+      for module, alias in aliases:
         patch.setattr(module, alias, wrong)
       return compiled(state, **named)
 

@@ -22,7 +22,7 @@ VERBS = {
   name: getattr(jaxkv, name.removesuffix("_slots").removesuffix("_mask"))
   for name in ARGUMENTS
 }
-"""Public verbs; `free` stands here twice because it has two kinds of input."""
+"""Public verbs; `free` is here twice because it has two kinds of input."""
 
 QUERIES = ("match", "num_common_prefix_pages")
 """Verbs that return an answer and no state."""
@@ -75,16 +75,17 @@ class Pair:
 
   def _compare_moves(self, out) -> list[str]:
     """Returns the differences of the moves between device and host."""
-    expected, moves = self.oracle.pool.moves, getattr(out, "moves", None)
+    expected = self.oracle.pool.moves
+    moves = getattr(out, "moves", None)
     if moves is None:
       return [f"no moves: oracle {expected}"] if expected else []
     count = int(moves.count)
-    first = self.setup.config.num_pages + 1
-    found = [
+    first_page = self.setup.config.num_pages + 1
+    actual = [
       (
         int(page),
         *(
-          None if offload == jaxkv.results.Moves.NONE else first + offload
+          None if offload == jaxkv.results.Moves.NONE else first_page + offload
           for offload in pair
         ),
       )
@@ -95,7 +96,7 @@ class Pair:
         strict=True,
       )
     ]
-    return [] if found == expected else [f"moves: oracle {expected}, {found}"]
+    return [] if actual == expected else [f"moves: oracle {expected}, {actual}"]
 
   def forgive(self) -> None:
     """Clears the sticky error of both sides."""
@@ -115,7 +116,8 @@ def arrays(verb: str, arguments: tuple) -> dict:
 def _differing(expected, result) -> list[str]:
   """Returns the fields of an output that differ from the expected ones."""
   if not isinstance(expected, dict):
-    expected, result = {"answer": expected}, {"answer": result}
+    expected = {"answer": expected}
+    result = {"answer": result}
   if not isinstance(result, dict):
     result = result._asdict() if hasattr(result, "_asdict") else vars(result)
   lines = []

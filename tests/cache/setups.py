@@ -84,8 +84,8 @@ def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:
 
 
 def small(
-  number: int,
-  size: int,
+  config_number: int,
+  page_size: int,
   groups: int | tuple[GroupKind, ...] = 1,
   window: int | None = None,
   *,
@@ -97,8 +97,8 @@ def small(
   """Makes a setup of four slots, with pages for little more than two of them.
 
   Args:
-    number: the number of the config.
-    size: tokens of a page.
+    config_number: the number of the config.
+    page_size: tokens of a page.
     groups: the kinds, or the number of groups of full attention.
     window: see `Setup`.
     worse: the names of `Setup`'s flags to set.
@@ -109,14 +109,15 @@ def small(
   kinds = groups
   if isinstance(kinds, int):
     kinds = (FullAttention(),) * kinds
-  a_slot = sum(pages_per_slot * size // (k.page_size or size) for k in kinds)
+  slot_tokens = pages_per_slot * page_size
+  a_slot = sum(slot_tokens // (k.page_size or page_size) for k in kinds)
   config = NumberedConfig(
     num_pages=num_pages or 5 * a_slot // 2 + 2,
-    page_size=size,
+    page_size=page_size,
     num_slots=4,
     pages_per_slot=pages_per_slot,
     groups=kinds,
-    number=number,
+    number=config_number,
     **options,
   )
   flags = dict.fromkeys(worse.split(), True)
@@ -130,7 +131,9 @@ DRAFT = {"use_eagle": True}
 CLASSIC_PREFIXES = {"prefix_rules": "classic"}
 LONG = {"pages_per_slot": 8}
 
-Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
+Full = FullAttention
+Window = SlidingWindow
+Chunk = ChunkedLocal
 State = Recurrent
 
 SETUPS = {

@@ -30,17 +30,17 @@ class Names:
 
   def of(self, *content: object) -> int:
     """Returns the number of a content."""
-    number = self._numbers.setdefault(content, len(self._contents))
-    if number == len(self._contents):
+    name = self._numbers.setdefault(content, len(self._contents))
+    if name == len(self._contents):
       self._contents.append(content)
-    return number
+    return name
 
-  def continued(self, before: int, tokens: list[int], epoch: int) -> list[int]:
+  def continued(self, name: int, tokens: list[int], epoch: int) -> list[int]:
     """Returns the names of tokens that follow a name."""
     names = []
     for token in tokens:
-      before = self.of(before, token, epoch)
-      names.append(before)
+      name = self.of(name, token, epoch)
+      names.append(name)
     return names
 
   def last_tokens(self, name: int, count: int) -> tuple[int, ...]:
@@ -56,15 +56,15 @@ class ShadowMemory:
   """The content of a cache's pages, and the references to them.
 
   A page of K/V holds a name for each token; a page of states holds one name, in
-  its first place. Names differ between groups, as their layers do.
+  its first column. Names differ between groups, as their layers do.
 
   Attributes:
     config: the cache's config.
-    content: names by page number, and 0 where nothing was written; pages in
+    content: names by page id, and 0 where nothing was written; pages in
       offload memory included.  # int64[X, S]
     table: the last page table.  # int32[B, G, M]
     length: the last lengths.  # int32[B]
-    cached: True for pages in the index, by number.  # bool[X]
+    cached: True for pages in the index, by id.  # bool[X]
     held: entries of the page table for each page.  # int64[N]
     pins: pins of each page.  # int64[N]
     pinned: full pinned pages, which must not be written to.
@@ -74,8 +74,8 @@ class ShadowMemory:
   def __init__(self, config: jaxkv.CacheConfig):
     self.config = config
     pages = config.num_pages
-    numbers = max(config.num_numbers, pages + 1)
-    self.content = np.zeros((numbers, max(config.page_sizes)), np.int64)
+    num_pages = max(config.num_numbers, pages + 1)
+    self.content = np.zeros((num_pages, max(config.page_sizes)), np.int64)
     self.pins = np.zeros(pages, np.int64)
     self.pinned: set[int] = set()
     self.num_writes = 0
@@ -87,9 +87,9 @@ class ShadowMemory:
       self.move(moves)
     self.table, self.length, self.cached = jax.device_get(_seen(state))
     entries = self.table.ravel()
-    held = np.bincount(entries, minlength=self.config.num_pages + 1)
-    held[0] = 0
-    self.held = held[: self.config.num_pages]
+    counts = np.bincount(entries, minlength=self.config.num_pages + 1)
+    counts[0] = 0
+    self.held = counts[: self.config.num_pages]
 
   # --- who relies on pages ---------------------------------------------------
 
@@ -106,8 +106,8 @@ class ShadowMemory:
   def room(self, slot: int) -> int:
     """Returns the tokens for which every group of a slot has pages."""
     config = self.config
-    sizes = zip(config.page_sizes, self.used[slot], strict=True)
-    return min(int(held) * size for size, held in sizes)
+    pairs = zip(config.page_sizes, self.used[slot], strict=True)
+    return min(int(num_held) * page_size for page_size, num_held in pairs)
 
   def pin(self, pages: np.ndarray) -> None:
     """Pins pages; full ones must not be written to any more."""
@@ -127,8 +127,8 @@ class ShadowMemory:
   def _full_pages(self) -> set[int]:
     """Returns the pages that the tokens of a slot fill."""
     full = set()
-    for group, size in enumerate(self.config.page_sizes):
-      ends = np.arange(1, self.table.shape[2] + 1) * size
+    for group, page_size in enumerate(self.config.page_sizes):
+      ends = np.arange(1, self.table.shape[2] + 1) * page_size
       inside = ends[None] <= self.length[:, None]
       full |= set(self.table[:, group][inside].tolist())
     return full
@@ -139,23 +139,25 @@ class ShadowMemory:
     self, slot: int, group: int, start: int, names: list[int]
   ) -> None:
     """Writes K/V at positions `start`, `start + 1` ... of a slot."""
-    size = self.config.page_sizes[group]
-    place = np.arange(start, start + len(names))
-    pages = self.table[slot, group, place // size]
+    page_size = self.config.page_sizes[group]
+    position = np.arange(start, start + len(names))
+    pages = self.table[slot, group, position // page_size]
     for page in set(pages.tolist()):
       self._check_writable(page)
-    self.content[pages, place % size] = self._in_group(names, group)
+    self.content[pages, position % page_size] = self._in_group(names, group)
 
   def write_states(
     self, slot: int, group: int, start: int, names: list[int]
   ) -> None:
     """Writes the states at the ends of pages, and the last one."""
-    size, stop = self.config.page_sizes[group], start + len(names)
-    for column in range(start // size, -(-stop // size) if names else 0):
+    page_size = self.config.page_sizes[group]
+    num_tokens = start + len(names)
+    num_pages = -(-num_tokens // page_size) if names else 0
+    for column in range(start // page_size, num_pages):
       page = int(self.table[slot, group, column])
       if page:
-        end = min((column + 1) * size, stop)
-        self.write_page(page, group, names[end - start - 1])
+        stop_token = min((column + 1) * page_size, num_tokens)
+        self.write_page(page, group, names[stop_token - start - 1])
 
   def write_page(self, page: int, group: int, name: int) -> None:
     """Writes a whole page."""
@@ -164,22 +166,23 @@ class ShadowMemory:
 
   def move(self, moves: Moves) -> None:
     """Makes moves to and from offload memory."""
-    first, count = self.config.no_page + 1, int(moves.count)
-    for index in range(count):
+    first_page = self.config.no_page + 1
+    for index in range(int(moves.count)):
       page = moves.page[index]
-      source, target = moves.restored_from[index], moves.saved_to[index]
-      restored = (
-        self.content[first + source].copy() if source < Moves.NONE else 0
-      )
+      source = moves.restored_from[index]
+      target = moves.saved_to[index]
+      has_source = source < Moves.NONE
+      restored = self.content[first_page + source].copy() if has_source else 0
       if target < Moves.NONE:
-        self.content[first + target] = self.content[page]
+        self.content[first_page + target] = self.content[page]
       # Without a content to restore, the page is as good as never written.
       self.content[page] = restored
 
   def copy(self, src: np.ndarray, dst: np.ndarray) -> int:
     """Makes the copies that a verb returned; returns their number."""
     is_copy = dst != self.config.no_page
-    src, dst = src[is_copy], dst[is_copy]
+    src = src[is_copy]
+    dst = dst[is_copy]
     if len(set(dst.tolist())) < len(dst):
       raise FalseContent(f"several copies to one page: {dst}")
     content = self.content[src]
@@ -216,30 +219,35 @@ class ShadowMemory:
     Returns:
       bool[R, X]; False for null pages and pages that do not exist.
     """
-    kind, size = self.config.groups[group], self.config.page_sizes[group]
+    group_kind = self.config.groups[group]
+    page_size = self.config.page_sizes[group]
     exists = (pages > 0) & (pages != self.config.no_page)
     lengths = lengths[:, None]
-    if kind.holds_states:
-      begin = np.arange(pages.shape[1])[None] * size
-      last = np.maximum(np.minimum(begin + size, lengths) - 1, 0)
-      expected = np.take_along_axis(names, last, axis=1)
-      content, inside = self.content[pages, 0], begin < lengths
+    if group_kind.holds_states:
+      first_token = np.arange(pages.shape[1])[None] * page_size
+      stop_token = np.minimum(first_token + page_size, lengths)
+      last_token = np.maximum(stop_token - 1, 0)
+      expected = np.take_along_axis(names, last_token, axis=1)
+      content = self.content[pages, 0]
+      inside = first_token < lengths
     else:
-      content = self.content[pages][..., :size].reshape(len(pages), -1)
+      content = self.content[pages][..., :page_size].reshape(len(pages), -1)
       expected = names[:, : content.shape[1]]
-      exists = np.repeat(exists, size, axis=1)
+      exists = np.repeat(exists, page_size, axis=1)
       inside = np.arange(content.shape[1])[None] < lengths
     return inside & exists & (content != self._in_group(expected, group))
 
   def missing(self, group: int) -> np.ndarray:
     """bool[B, M]: columns of slots without a page that the next token needs."""
-    kind, size = self.config.groups[group], self.config.page_sizes[group]
-    pages, lengths = self.table[:, group], self.length[:, None]
-    begin = np.arange(pages.shape[1])[None] * size
-    end = np.minimum(begin + size, lengths)
-    needed = end > num_skipped_tokens(kind, lengths)
+    group_kind = self.config.groups[group]
+    page_size = self.config.page_sizes[group]
+    pages = self.table[:, group]
+    lengths = self.length[:, None]
+    first_token = np.arange(pages.shape[1])[None] * page_size
+    stop_token = np.minimum(first_token + page_size, lengths)
+    needed = stop_token > num_skipped_tokens(group_kind, lengths)
     has_no_page = pages == self.config.no_page
-    return (begin < lengths) & (has_no_page | ((pages == 0) & needed))
+    return (first_token < lengths) & (has_no_page | ((pages == 0) & needed))
 
   def holds_page(self, page: int, group: int, name: int) -> bool:
     """True if a page was last written as a whole with this name."""
@@ -247,18 +255,21 @@ class ShadowMemory:
 
   def last_name(self, page: int, group: int) -> int:
     """Returns the name of a page's last token, or of its state."""
-    kind, size = self.config.groups[group], self.config.page_sizes[group]
-    place = 0 if kind.holds_states else size - 1
-    return int(self.content[page, place]) // self.config.num_groups
+    group_kind = self.config.groups[group]
+    page_size = self.config.page_sizes[group]
+    index = 0 if group_kind.holds_states else page_size - 1
+    return int(self.content[page, index]) // self.config.num_groups
 
   def _in_group(self, names, group: int) -> np.ndarray:
     """Returns the names as the layers of one group write them."""
     return np.asarray(names, np.int64) * self.config.num_groups + group
 
 
-def num_skipped_tokens(kind: jaxkv.GroupKind, length: np.ndarray) -> np.ndarray:
+def num_skipped_tokens(
+  group_kind: jaxkv.GroupKind, length: np.ndarray
+) -> np.ndarray:
   """Returns the leading tokens to which no token after `length` attends."""
-  match kind:
+  match group_kind:
     case SlidingWindow(window):
       return np.maximum(length - (window - 1), 0)
     case ChunkedLocal(chunk):
@@ -270,7 +281,7 @@ def num_skipped_tokens(kind: jaxkv.GroupKind, length: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _seen(state: jaxkv.CacheState):
-  numbers = max(state.config.num_numbers, state.config.num_pages)
-  pages = jnp.arange(numbers, dtype=jnp.int32)
+  num_pages = max(state.config.num_numbers, state.config.num_pages)
+  pages = jnp.arange(num_pages, dtype=jnp.int32)
   cached = page_pool.is_cached(state.pool, pages)
   return state.page_table, state.length, cached

@@ -7,6 +7,7 @@ pages these are.
 """
 
 import collections
+import copy
 import dataclasses
 import random
 from collections.abc import Callable
@@ -36,7 +37,7 @@ _BETWEEN_LAWS = 50
 """Calls after which the invariants are tested, which takes long."""
 
 OTHERS = {"clear_error": 3, "draft": 5, "look": 1}
-"""Weights of what `Moves` does not know; `draft` calls no verb."""
+"""Weights of steps that `Moves` does not have; `draft` calls no verb."""
 
 
 @dataclasses.dataclass
@@ -61,8 +62,7 @@ class Written:
 
   def copy(self) -> "Written":
     """Returns a copy for another slot."""
-    tokens, names = list(self.tokens), list(self.names)
-    return dataclasses.replace(self, tokens=tokens, names=names)
+    return copy.deepcopy(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +102,13 @@ class User:
   """
 
   def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
-    self.setup, self.config, self.verbs = setup, setup.config, verbs
+    self.setup = setup
+    self.config = setup.config
+    self.verbs = verbs
     self.state = jaxkv.init(self.config)
-    self.memory, self.names = ShadowMemory(self.config), Names()
-    self.epoch, self.calls = 0, 0
+    self.memory = ShadowMemory(self.config)
+    self.names = Names()
+    self.epoch = self.calls = 0
     self.slots = [self._nothing() for _ in range(self.config.num_slots)]
     self.counts: collections.Counter[str] = collections.Counter()
 
@@ -115,7 +118,7 @@ class User:
   def _root(self, salt) -> int:
     return self.names.of("salt", tuple(salt))
 
-  # --- what `Moves` asks -----------------------------------------------------
+  # --- readings for `Moves` ---------------------------------------------------
 
   @property
   def pool(self) -> Seen:
@@ -171,15 +174,15 @@ class User:
     self.memory.look(self.state, getattr(out, "moves", None))
     self._note_codes(out)
     short = verb.removesuffix("_slots").removesuffix("_mask")
-    after = getattr(self, f"_after_{short}", None)
-    if after:
-      after(out, **named)
+    update = getattr(self, f"_after_{short}", None)
+    if update:
+      update(out, **named)
     self._settle()
 
   def _settle(self) -> None:
     """Updates the user and checks all pages after a call."""
-    first = self.memory.used[:, 0]
-    for written, used in zip(self.slots, first.tolist(), strict=True):
+    num_used = self.memory.used[:, 0]
+    for written, used in zip(self.slots, num_used.tolist(), strict=True):
       if written.empty and used:
         written.epoch = self.epoch
       written.empty = not used
@@ -201,7 +204,8 @@ class User:
   def _after_commit(self, out, tokens, num_tokens, slots=None, mask=None):
     del mask
     for row, slot in self._rows(out, slots):
-      written, new = self.slots[slot], tokens[row][: num_tokens[row]]
+      written = self.slots[slot]
+      new = tokens[row][: num_tokens[row]]
       written.names += self._continued(written, new)
       written.tokens += new
       if new:
@@ -209,41 +213,44 @@ class User:
 
   def _has_no_state(self, slot: int) -> bool:
     """True if the last state of a slot has a null page."""
-    last = len(self.slots[slot].tokens) - 1
+    last_token = len(self.slots[slot].tokens) - 1
     return any(
-      kind.holds_states and self.memory.table[slot, group, last // size] == 0
-      for group, kind, size in self._groups()
+      group_kind.holds_states
+      and self.memory.table[slot, group, last_token // page_size] == 0
+      for group, group_kind, page_size in self._groups()
     )
 
   def _groups(self):
-    sizes = self.config.page_sizes
-    return zip(range(len(sizes)), self.config.groups, sizes, strict=True)
+    config = self.config
+    indices = range(config.num_groups)
+    return zip(indices, config.groups, config.page_sizes, strict=True)
 
   def _after_admit(self, out, slots, tokens, lengths, salts, **_):
     for row, slot in self._rows(out, slots):
       cached = int(out.num_cached_tokens[row])
       self._check_length(cached, lengths[row])
-      root, held = self._root(salts[row]), tokens[row][:cached]
-      names = self.names.continued(root, held, self.epoch)
-      self.slots[slot] = Written(held, names, root, self.epoch)
+      root = self._root(salts[row])
+      cached_tokens = tokens[row][:cached]
+      names = self.names.continued(root, cached_tokens, self.epoch)
+      self.slots[slot] = Written(cached_tokens, names, root, self.epoch)
       self.counts["hits"] += cached > 0
       self.counts["hit tokens"] += cached
 
   def _after_fork(self, out, src, dst, mask):
     del mask
-    before = list(self.slots)
+    old_slots = list(self.slots)
     for row, slot in self._rows(out, dst):
-      self.slots[slot] = before[src[row]].copy()
+      self.slots[slot] = old_slots[src[row]].copy()
     self.counts["copies"] += self.memory.copy(*out.copies)
 
   def _after_truncate(self, out, lengths, slots=None, mask=None):
     del mask
     for row, slot in self._rows(out, slots):
-      written, length = self.slots[slot], lengths[row]
-      if length == 0:
+      written = self.slots[slot]
+      if lengths[row] == 0:
         self.slots[slot] = self._nothing()
-      elif length < len(written.tokens):
-        del written.tokens[length:], written.names[length:]
+      elif lengths[row] < len(written.tokens):
+        del written.tokens[lengths[row] :], written.names[lengths[row] :]
         written.lost = False
     self.counts["copies"] += self.memory.copy(*out.copies)
 
@@ -274,16 +281,17 @@ class User:
   # --- writing ---------------------------------------------------------------
 
   def _continued(self, written: Written, tokens: list[int]) -> list[int]:
-    before = written.names[-1] if written.names else written.root
+    previous_name = written.names[-1] if written.names else written.root
     # Of sequences older than an epoch, pages written before and behind it may
     # be merged; nobody hits them.
     merges = self.config.merge_duplicates
     epoch = written.epoch if merges else self.epoch
-    return self.names.continued(before, tokens, epoch)
+    return self.names.continued(previous_name, tokens, epoch)
 
   def _compute(self, tokens, num_tokens, slots=None, mask=None):
     """Writes the tokens to be committed that have room."""
-    slots, done = range(len(self.slots)) if slots is None else slots, set()
+    slots = range(len(self.slots)) if slots is None else slots
+    done = set()
     for row, slot in enumerate(slots):
       asked = mask is None or mask[row]
       if asked and 0 <= slot < len(self.slots) and slot not in done:
@@ -297,10 +305,10 @@ class User:
 
   def _write(self, slot: int, names: list[int], states: bool = True):
     start = len(self.slots[slot].tokens)
-    for group, kind, _ in self._groups():
-      if kind.holds_states and states:
+    for group, group_kind, _ in self._groups():
+      if group_kind.holds_states and states:
         self.memory.write_states(slot, group, start, names)
-      elif not kind.holds_states:
+      elif not group_kind.holds_states:
         self.memory.write_expert_ids(slot, group, start, names)
 
   def draft(self, draws: Dice) -> None:
@@ -319,15 +327,16 @@ class User:
     totals = [len(written.tokens) for written in self.slots]
     lengths = self.memory.length
     _need(lengths.tolist() == totals, f"lengths are {lengths}, not {totals}")
-    names = np.zeros((len(totals), self.config.slot_tokens), np.int64)
+    slot_tokens = self.config.slot_tokens
+    names = np.zeros((len(totals), slot_tokens), np.int64)
     for slot, written in enumerate(self.slots):
       names[slot, : totals[slot]] = written.names
     lost = np.asarray([written.lost for written in self.slots])
-    for group, kind, size in self._groups():
-      pages = self.memory.table[:, group, : self.config.slot_tokens // size]
+    for group, group_kind, page_size in self._groups():
+      pages = self.memory.table[:, group, : slot_tokens // page_size]
       wrong = self.memory.wrong(group, pages, names, lengths)
       missing = self.memory.missing(group)
-      if kind.holds_states:
+      if group_kind.holds_states:
         missing &= ~lost[:, None]
       _need(not wrong.any(), f"group {group} holds other tokens")
       _need(not missing.any(), f"group {group} lacks pages that it needs")
@@ -349,11 +358,12 @@ class User:
       )
       self.counts["hits"] += count > 0
       self.counts["hit tokens"] += count
-    for group, kind, size in self._groups():
-      pages = hit.pages[:, group, : self.setup.columns // size]
+    for group, group_kind, page_size in self._groups():
+      pages = hit.pages[:, group, : self.setup.columns // page_size]
       column = np.arange(pages.shape[1])[None]
-      first = num_skipped_tokens(kind, cached)[:, None] // size
-      needed = (column >= first) & (column < cached[:, None] // size)
+      num_skipped = num_skipped_tokens(group_kind, cached) // page_size
+      num_full = cached // page_size
+      needed = (column >= num_skipped[:, None]) & (column < num_full[:, None])
       real = (pages > 0) & (pages != self.config.no_page)
       _need(np.array_equal(needed, real), f"group {group} hits other columns")
       wrong = self.memory.wrong(group, pages, names, cached)
@@ -380,8 +390,8 @@ class User:
     agrees = np.array_equal(view.page_table, self.memory.table[:, group])
     agrees &= np.array_equal(view.starts, self.memory.length)
     _need(agrees, "a view is of other pages")
-    pages, refs = self.config.num_pages - 1, self.memory.refs
-    used = round(float(jaxkv.usage(self.state)) * pages)
+    refs = self.memory.refs
+    used = round(float(jaxkv.usage(self.state)) * (self.config.num_pages - 1))
     free = sorted(jaxkv.free_pages(self.state))
     _need(used == np.sum(refs > 0), f"{used} pages are used")
     _need(free == np.flatnonzero(refs == 0).tolist()[1:], "free pages")
@@ -398,11 +408,12 @@ def stroll(
   user: User, seed: int, calls: int, weights: dict[str, int] = WEIGHTS
 ) -> None:
   """Makes random calls, one in six of them with a bad argument."""
-  draws, stop = Dice(seed), user.calls + calls
+  draws = Dice(seed)
+  stop_call = user.calls + calls
   weights = weights | OTHERS
   verbs = [verb for verb, weight in weights.items() for _ in range(weight)]
   oracle: Any = user
-  while user.calls < stop:
+  while user.calls < stop_call:
     verb = verbs[draws.integer(0, len(verbs) - 1)]
     if verb in OTHERS:
       user.calls += 1

@@ -32,14 +32,14 @@ def test_a_prompt_gets_pages_for_all_of_its_tokens():
   assert state.length.tolist() == [0, 0, 0]
 
 
-def test_what_an_earlier_prompt_left_is_shared():
+def test_cached_prefix_pages_are_shared():
   """Slot 0 holds 1 2 | 3 4 | 5 in pages 1, 2, 3; the full ones are cached.
 
   Slot 1 asks for 1 2 | 3 4 | 9: pages 1 and 2 are shared, page 4 is fresh.
   """
   state = write(tiny(), 0, 1, 2, 3, 4, 5)
-  found = jaxkv.match(state, *prompt(1, 2, 3, 4, 9))
-  assert found.pages[0, 0].tolist() == [1, 2, 8, 8]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 9))
+  assert hit.pages[0, 0].tolist() == [1, 2, 8, 8]
   state, out = jaxkv.admit(state, ints(1), *prompt(1, 2, 3, 4, 9))
   assert out.num_cached_tokens.tolist() == [4]
   assert pages(state, 1) == [1, 2, 4]

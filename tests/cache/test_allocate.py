@@ -17,7 +17,7 @@ def test_pages_are_handed_out_slot_by_slot():
   assert pages(state, 2) == [3]
 
 
-def test_only_what_is_missing_is_taken():
+def test_only_missing_pages_are_taken():
   """Slot 0 holds three tokens in pages 1 and 2, which have room for one."""
   state = write(tiny(), 0, 1, 2, 3)
   state, out = jaxkv.allocate(state, ints(1, 0, 0))

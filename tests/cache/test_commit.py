@@ -25,7 +25,7 @@ def test_a_page_is_published_when_it_is_full():
   assert state.length.tolist() == [4, 0, 0]
 
 
-def test_of_equal_pages_the_older_one_is_found():
+def test_the_older_of_equal_pages_is_found():
   """Slots 0 and 1 compute 1 2 in pages 1 and 2: both are cached."""
   state = write(write(tiny(), 0, 1, 2), 1, 1, 2)
   assert jaxkv.cached_pages(state) == [1, 2]
@@ -33,7 +33,7 @@ def test_of_equal_pages_the_older_one_is_found():
 
 
 @pytest.mark.slow
-def test_equal_pages_are_merged_where_that_is_asked_for():
+def test_equal_pages_are_merged_with_merge_duplicates():
   """Slot 1 fills page 2 like page 1, and goes on with page 1 instead."""
   state = write(tiny(merge_duplicates=True), 0, 1, 2)
   state = write(state, 1, 1, 2)

@@ -1,6 +1,6 @@
 """A decode loop copies nothing of the pool's size: read off the compiled text.
 
-The one exception is the sweep of the free queue, a loop of its own that runs
+The one exception is the sweep of the free queue, a separate loop that runs
 once in many pushes. `without_sweep` takes it out, and then nothing may be left.
 """
 
@@ -18,8 +18,11 @@ from tests.tools.compiled_loops import work_in_loops
 from tests.tools.tiers import slow_except
 
 SIZES = (16_384, 65_536)
-SLOTS, ROWS, TOKENS = 8, 2, 24
-STOP, BEGIN = 7, 3
+SLOTS = 8
+ROWS = 2
+TOKENS = 24
+STOP = 7
+BEGIN = 3
 
 
 def decode(state, tokens):
@@ -154,7 +157,7 @@ FAST = ("decode_scan", "forgetting")
   ],
 )
 class TestLoops:
-  def test_nothing_of_the_pools_size_in_a_loop(self, case):
+  def test_loops_have_no_work_of_the_pool_size(self, case):
     step, loop, options = CASES[case]
     for num_pages in SIZES:
       program = compiled(step, loop, num_pages, sweep=False, **options)
@@ -185,7 +188,7 @@ class TestSweep:
     assert any(re.search(rf"\[{capacity}\]\S* iota\(", line) for line in lines)
 
 
-def test_the_reader_sees_a_copy():
+def test_copies_in_loops_are_detected():
   """A loop that copies and one that does not, so that the test can fail."""
 
   def loop(body):
@@ -196,18 +199,18 @@ def test_the_reader_sees_a_copy():
     return program.lower(jnp.zeros((4096,), jnp.int32)).compile().as_text()
 
   def in_place(i, carry):
-    x, total = carry
-    after = x.at[i].set(total)
-    return after, after[i + 1]
+    x, value = carry
+    new_x = x.at[i].set(value)
+    return new_x, new_x[i + 1]
 
   def rewritten(i, carry):
-    x, total = carry
-    return x + i, total
+    x, value = carry
+    return x + i, value
 
   def read_too_late(i, carry):
-    x, total = carry
-    after = x.at[i].set(total)
-    return after, x[after[i + 1]]
+    x, value = carry
+    new_x = x.at[i].set(value)
+    return new_x, x[new_x[i + 1]]
 
   assert work_in_loops(loop(in_place), 4096) == {}
   assert work_in_loops(loop(rewritten), 4096) != {}

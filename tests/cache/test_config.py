@@ -63,7 +63,7 @@ def test_groups_share_the_smallest_page_size():
     ({"free_policy": 1}, "free_policy` must be one of .*, got 1"),
   ],
 )
-def test_sizes_out_of_range(changes, message):
+def test_bad_values_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     config(**changes)
 
@@ -81,18 +81,18 @@ def test_sizes_out_of_range(changes, message):
     ({"groups": (4,)}, "must hold group kinds, got 4; use"),
   ],
 )
-def test_sizes_of_another_type(changes, message):
+def test_bad_types_are_refused(changes, message):
   with pytest.raises(TypeError, match=message):
     config(**changes)
 
 
 @pytest.mark.parametrize(
-  "kind", [CrossAttention(page_size=4), SpeculativeRecurrent(2, page_size=4)]
+  "group", [CrossAttention(page_size=4), SpeculativeRecurrent(2, page_size=4)]
 )
-def test_kinds_of_the_host_are_refused(kind):
+def test_kinds_of_the_host_are_refused(group):
   text = r"must hold kinds that a device has, got .*jaxkv.host.CacheManager"
   with pytest.raises(ValueError, match=text):
-    config(groups=(FullAttention(), kind))
+    config(groups=(FullAttention(), group))
 
 
 def test_offload_pages_need_prefix_caching():

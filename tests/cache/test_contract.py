@@ -1,4 +1,4 @@
-"""What every verb promises, whatever it does: one table of all verbs."""
+"""Promises of every verb: one table of all verbs."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ def test_table_is_complete():
 # operations, in another order.
 @pytest.mark.deep
 @pytest.mark.parametrize("verb", TABLE)
-def test_without_jit(verb):
+def test_results_without_jit_are_equal(verb):
   state, args = example(verb)
   with jax.disable_jit():
     plain = TABLE[verb](state, **args)
@@ -111,7 +111,7 @@ def test_without_jit(verb):
 
 
 def test_a_second_trace_is_seen():
-  """So that `test_one_trace_whatever_the_values` can fail."""
+  """So that `test_values_do_not_cause_another_trace` can fail."""
   chex.clear_trace_counter()
   counted = jax.jit(chex.assert_max_traces(lambda *_: None, n=1))
   counted.trace(jnp.zeros((2,)))
@@ -138,7 +138,7 @@ class TestEveryVerb:
     with pytest.raises(ValueError, match=message):
       TABLE[verb](dataclasses.replace(state, config=config), **args)
 
-  def test_one_trace_whatever_the_values(self, verb):
+  def test_values_do_not_cause_another_trace(self, verb):
     state, args = example(verb)
     chex.clear_trace_counter()
 
@@ -155,16 +155,16 @@ class TestEveryVerb:
       counted.trace(TABLE[verb](state, **args)[0], **args)
 
   @slow_except("verb", TABLE, *FEW)
-  def test_vmap_is_one_by_one(self, verb):
+  def test_vmap_equals_single_calls(self, verb):
     calls = [example(verb, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
     together = jax.jit(jax.vmap(TABLE[verb]))(stacked[0], **stacked[1])
     for i, (state, args) in enumerate(calls):
-      alone = TABLE[verb](state, **args)
-      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+      single = TABLE[verb](state, **args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), single)
 
   @pytest.mark.deep
-  def test_a_cache_a_device(self, verb):
+  def test_caches_on_several_devices_need_no_collective(self, verb):
     """One cache on each of eight devices; no device waits for another."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     calls = [example(verb, seed % 3) for seed in range(8)]
@@ -186,31 +186,31 @@ class TestEveryVerb:
     # Fetched first: to index what is sharded would itself be a collective.
     out = jax.device_get(compiled(placed))
     for i, (state, args) in enumerate(calls):
-      alone = TABLE[verb](state, **args)
-      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), alone)
+      single = TABLE[verb](state, **args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), single)
 
 
 @pytest.mark.parametrize("verb", CHANGING)
 class TestEveryChange:
-  def test_same_type_out(self, verb):
+  def test_states_keep_their_types(self, verb):
     """Weak types too: what comes out may go in again."""
     state, args = example(verb)
     out = TABLE[verb](state, **args)[0]
     chex.assert_trees_all_equal_structs(out, state)
-    before = jax.tree.map(jax.typeof, state)
-    assert jax.tree.map(jax.typeof, out) == before
+    old_types = jax.tree.map(jax.typeof, state)
+    assert jax.tree.map(jax.typeof, out) == old_types
 
-  def test_the_old_state_stays(self, verb):
+  def test_inputs_do_not_change(self, verb):
     state, args = example(verb)
-    before = jax.device_get(state)
+    old_state = jax.device_get(state)
     TABLE[verb](state, **args)
-    assert_same(state, before)
+    assert_same(state, old_state)
 
   @slow_except("verb", CHANGING, *FEW[:3])
-  def test_donation(self, verb):
+  def test_donated_buffers_are_reused(self, verb):
     """Every buffer of the state is used again, and none is left unusable."""
     state, args = example(verb)
-    wanted = TABLE[verb](state, **args)
+    expected = TABLE[verb](state, **args)
     donated = jax.tree.map(jnp.copy, state)
     step = jax.jit(
       lambda state, args: TABLE[verb](state, **args), donate_argnums=0
@@ -223,13 +223,13 @@ class TestEveryChange:
       r"input_output_alias=\{(.*)\}, entry", compiled.as_text()
     )
     assert aliases and len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
-    size = sum(leaf.nbytes for leaf in leaves)
-    assert compiled.memory_analysis().alias_size_in_bytes >= size
-    assert_same(compiled(donated, args), wanted)
+    num_bytes = sum(leaf.nbytes for leaf in leaves)
+    assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes
+    assert_same(compiled(donated, args), expected)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
 
   @slow_except("verb", CHANGING, *FEW[:3])
-  def test_inside_control_flow(self, verb):
+  def test_calls_inside_control_flow_are_equal(self, verb):
     """A scan in a conditional in a while loop in a jit."""
     state, args = example(verb)
 
@@ -251,7 +251,7 @@ class TestEveryChange:
 
     assert_same(program(state), once(once(state)))
 
-  def test_nothing_asked_nothing_changed(self, verb):
+  def test_masked_rows_change_no_bit(self, verb):
     """Masked out, or zero of it: bit by bit the same state."""
     state, args = example(verb)
     idle = {
@@ -276,11 +276,12 @@ def garbage(rng, array):
   """Any numbers of the same shape and dtype."""
   if array.dtype == np.bool_:
     return jnp.asarray(rng.random(array.shape) < 0.8)
-  near = rng.integers(-3, SETUP.config.num_pages + 3, array.shape)
-  far = rng.choice(EXTREMES, array.shape)
-  wild = rng.integers(-(2**31), 2**31, array.shape)
-  kind = rng.random(array.shape)
-  mixed = np.where(kind < 0.5, near, np.where(kind < 0.75, far, wild))
+  small_values = rng.integers(-3, SETUP.config.num_pages + 3, array.shape)
+  extreme_values = rng.choice(EXTREMES, array.shape)
+  random_values = rng.integers(-(2**31), 2**31, array.shape)
+  choice = rng.random(array.shape)
+  mixed = np.where(choice < 0.75, extreme_values, random_values)
+  mixed = np.where(choice < 0.5, small_values, mixed)
   return jnp.asarray(mixed.astype(np.int64).astype(np.uint32).view(array.dtype))
 
 
@@ -310,15 +311,15 @@ def test_no_input_corrupts(verb):
   for trial in range(150):
     state, args = example(verb, trial % 3)
     args = {name: garbage(rng, array) for name, array in args.items()}
-    after, out = TABLE[verb](state, **args)
-    laws = jax.device_get(jaxkv.check_invariants(after))
+    new_state, out = TABLE[verb](state, **args)
+    laws = jax.device_get(jaxkv.check_invariants(new_state))
     assert all(laws.values()), (laws, args)
-    before, after = jax.device_get((state, after))
+    old_state, new_state = jax.device_get((state, new_state))
     for slot in set(range(4)) - changed_slots(verb, args, out):
-      for was, now in zip(
-        slot_rows(before, slot), slot_rows(after, slot), strict=True
+      for old_rows, new_rows in zip(
+        slot_rows(old_state, slot), slot_rows(new_state, slot), strict=True
       ):
-        np.testing.assert_array_equal(now, was)
+        np.testing.assert_array_equal(new_rows, old_rows)
 
 
 # --- helpers on the host ------------------------------------------------------
@@ -338,7 +339,7 @@ class TestHost:
     assert usage == pytest.approx(in_use / (SETUP.config.num_pages - 1))
 
   @pytest.mark.slow
-  def test_none_is_as_documented(self):
+  def test_defaults_are_as_documented(self):
     """No mask, no salt, room for all, and all that was committed."""
     for verb in ("match", "admit", "pin"):
       state, args = example(verb)
@@ -358,7 +359,7 @@ class TestHost:
 
   def test_wrong_arguments_are_named(self):
     state, args = example("admit")
-    slots, tokens, lengths = args["slots"], args["tokens"], args["lengths"]
+    slots, tokens, lengths = (args[n] for n in ("slots", "tokens", "lengths"))
     with pytest.raises(ValueError, match="`slots` must have the shape"):
       jaxkv.admit(state, slots[:-1], tokens, lengths)
     with pytest.raises(TypeError, match="`tokens` must hold integers"):
@@ -366,8 +367,8 @@ class TestHost:
     with pytest.raises(ValueError, match="`lengths` must have the shape"):
       jaxkv.admit(state, slots, tokens, lengths[:, None])
     for name in ("num_tokens", "keep_free"):
-      wanted = rf"`{name}` must have the shape \[3\].*, got \[2\]"
-      with pytest.raises(ValueError, match=wanted):
+      message = rf"`{name}` must have the shape \[3\].*, got \[2\]"
+      with pytest.raises(ValueError, match=message):
         jaxkv.admit(state, slots, tokens, lengths, **{name: lengths[:-1]})
     with pytest.raises(TypeError, match="`num_tokens` must hold integers"):
       jaxkv.admit(state, slots, tokens, lengths, num_tokens=lengths > 0)
@@ -384,17 +385,17 @@ class TestHost:
 
   def test_lists_and_other_integers_are_cast(self):
     state, args = example("admit")
-    wanted = TABLE["admit"](state, **args)
+    expected = TABLE["admit"](state, **args)
     lists = {
       name: x if name == "salts" else np.asarray(x).tolist()
       for name, x in args.items()
     }
-    assert_same(TABLE["admit"](state, **lists), wanted)
+    assert_same(TABLE["admit"](state, **lists), expected)
     wide = {
       name: np.asarray(x, np.int64) if x.dtype == jnp.int32 else x
       for name, x in args.items()
     }
-    assert_same(TABLE["admit"](state, **wide), wanted)
+    assert_same(TABLE["admit"](state, **wide), expected)
     with pytest.raises(ValueError, match="`num_tokens` must fit int32"):
       jaxkv.allocate(state, [2**31, 0, 0, 0])
     with pytest.raises(TypeError, match="`mask` must hold True and False"):

@@ -1,4 +1,4 @@
-"""How much of a prompt is found: full attention, windows, chunks, drafts."""
+"""Lengths of hits: full attention, windows, chunks, drafts."""
 
 import pytest
 
@@ -14,23 +14,24 @@ pytestmark = pytest.mark.slow
 
 class TestFullAttention:
   @pytest.mark.parametrize(
-    ("gone", "tokens"),
+    ("evicted", "tokens"),
     # Ten tokens in pages 1 to 5: a prefix ends before the first page missing.
     [((), 10), ((5,), 8), ((3,), 4), ((3, 5), 4), ((1,), 0)],
   )
-  def test_every_page_of_a_prefix_is_needed(self, gone, tokens):
-    state = without(freed(10, FullAttention()), *gone)
+  def test_every_page_of_a_prefix_is_needed(self, evicted, tokens):
+    state = without(freed(10, FullAttention()), *evicted)
     assert match(state, 11) == (tokens, [list(range(1, tokens // 2 + 1))])
 
   def test_one_token_is_left_over(self):
     state = freed(10, FullAttention())
-    found = [match(state, length)[0] for length in (1, 2, 3, 4, 5, 10, 11, 16)]
-    assert found == [0, 0, 2, 2, 4, 8, 10, 10]
+    lengths = (1, 2, 3, 4, 5, 10, 11, 16)
+    num_cached = [match(state, length)[0] for length in lengths]
+    assert num_cached == [0, 0, 2, 2, 4, 8, 10, 10]
 
 
 class TestHybrid:
   @pytest.mark.parametrize(
-    ("gone", "tokens", "pages"),
+    ("evicted", "tokens", "pages"),
     # Eight tokens: full attention has pages 1 to 4, the windows of 4 tokens
     # have 5 to 8 and 9 to 12.
     [
@@ -52,9 +53,9 @@ class TestHybrid:
       ((7, 10), 2, [[1], [5], [9]]),
     ],
   )
-  def test_all_groups_must_go_on(self, gone, tokens, pages):
+  def test_hits_end_where_all_groups_have_pages(self, evicted, tokens, pages):
     kinds = (FullAttention(), SlidingWindow(4), SlidingWindow(4))
-    state = without(freed(8, *kinds), *gone)
+    state = without(freed(8, *kinds), *evicted)
     assert match(state, 9) == (tokens, pages)
 
 
@@ -71,7 +72,7 @@ class TestDraftModel:
     assert match(without(state, 4), 9) == (4, [[1, 2]])
     assert match(without(state, 1), 9) == (6, [[NONE, 2, 3]])
 
-  def test_one_page_for_all_groups_together(self):
+  def test_one_page_less_for_all_groups_together(self):
     """A page is left out once, not once by each kind."""
     kinds = (FullAttention(), SlidingWindow(4), SlidingWindow(6))
     state = freed(12, *kinds, use_eagle=True)

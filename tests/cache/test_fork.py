@@ -26,8 +26,8 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
   assert state.length.tolist() == [3, 3, 0]
 
 
-def test_only_full_pages_owe_nothing():
-  """Slot 0 holds 0 1 | 2 3: both pages are shared, 8 is no page."""
+def test_forks_of_full_pages_need_no_copy():
+  """Slot 0 holds 0 1 | 2 3: both pages are shared; 8 is NO_PAGE."""
   state = write(tiny(), 0, 0, 1, 2, 3)
   state, out = jaxkv.fork(state, ints(0), ints(2))
   assert pages(state, 2) == [1, 2]
@@ -53,14 +53,14 @@ def test_two_forks_of_one_sequence():
 
 def test_refused_forks_change_nothing():
   state = write(write(tiny(), 0, 0, 1, 2), 1, 5)
-  after, out = jaxkv.fork(state, ints(0, 2, 3, 0), ints(1, 1, 2, 2))
+  new_state, out = jaxkv.fork(state, ints(0, 2, 3, 0), ints(1, 1, 2, 2))
   assert out.code.tolist() == [
     Status.SLOT_IN_USE,  # Slot 1 holds a sequence.
     Status.SLOT_EMPTY,  # Slot 2 has nothing to share.
     Status.BAD_SLOT,  # There is no slot 3.
     Status.OK,
   ]
-  assert pages(after, 1) == pages(state, 1) == [3]
+  assert pages(new_state, 1) == pages(state, 1) == [3]
   masked, out = jaxkv.fork(state, ints(0), ints(2), mask=jnp.asarray([False]))
   assert out.code.tolist() == [Status.SKIPPED]
   assert pages(masked, 2) == []

@@ -11,7 +11,7 @@ from tests.cache.by_hand import tiny
 from tests.cache.by_hand import write
 
 
-def test_what_nobody_can_find_is_used_first():
+def test_uncached_pages_are_reused_first():
   """Slot 0 held 1 2 | 3 4 | 5 in pages 1, 2, 3; page 3 was never full.
 
   It goes to the front. Cached pages go to the back, the last one first: its
@@ -21,19 +21,18 @@ def test_what_nobody_can_find_is_used_first():
   state, out = jaxkv.free(state, slots=ints(0))
   assert out.code.tolist() == [Status.OK]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
-  assert jaxkv.match(
-    state, *prompt(1, 2, 3, 4, 5)
-  ).num_cached_tokens.tolist() == [4]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 5))
+  assert hit.num_cached_tokens.tolist() == [4]
 
 
 @pytest.mark.slow
-def test_without_that_order_all_go_to_the_back():
+def test_lru_appends_all_freed_pages():
   state = write(tiny(free_policy="lru"), 0, 1, 2, 3, 4, 5)
   state, _ = jaxkv.free(state, slots=ints(0))
   assert jaxkv.free_pages(state) == [4, 5, 6, 7, 3, 2, 1]
 
 
-def test_pages_that_others_share_stay():
+def test_shared_pages_stay():
   """Slots 0 and 1 share page 1; pages 2 and 3 are their own."""
   state = write(tiny(), 0, 0, 1, 2)
   state, _ = jaxkv.fork(state, ints(0), ints(1))

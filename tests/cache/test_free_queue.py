@@ -8,11 +8,7 @@ import numpy as np
 
 from jaxkv._src.cache.pool import free_queue
 from tests.cache.by_hand import ints
-
-
-def listed(queue: free_queue.FreeQueue) -> list[int]:
-  """Free pages in the order in which they will be taken."""
-  return free_queue.in_order(queue)[: int(queue.num_free)].tolist()
+from tests.cache.by_hand import listed
 
 
 def popped(queue, count):
@@ -54,7 +50,7 @@ def test_pages_leave_from_the_front():
   assert listed(queue) == [3, 4, 5]
 
 
-def test_pages_come_back_to_both_ends_at_once():
+def test_one_push_adds_pages_to_both_ends():
   queue, _ = popped(free_queue.init(8), 5)
   to_front = jnp.asarray([True, False, True, False, True])
   turn = jnp.asarray([0, 0, 2, 0, 1], jnp.int32)
@@ -64,7 +60,7 @@ def test_pages_come_back_to_both_ends_at_once():
   assert listed(queue) == [3, 5, 1, 6, 7, 2, 4]
 
 
-def test_pages_come_back_to_either_end():
+def test_pages_are_pushed_to_either_end():
   """The last one pushed to the front is the first one there."""
   queue, _ = popped(free_queue.init(6), 3)
   queue = pushed_back(queue, 2)
@@ -99,32 +95,34 @@ def test_a_full_ring_is_swept():
   assert (listed(swept), int(swept.span)) == ([1, 3, 2], 3)
 
 
-def test_of_items_that_name_one_page_the_last_one_is_marked():
+def test_last_of_equal_items_is_marked():
   position = jnp.full((6,), free_queue.NOWHERE, jnp.int32)
   valid = jnp.asarray([True, True, True, False])
-  _, last = free_queue.mark_last(position, ints(3, 2, 3, 2), valid)
-  assert last.tolist() == [False, True, True, False]
+  _, is_last = free_queue.mark_last(position, ints(3, 2, 3, 2), valid)
+  assert is_last.tolist() == [False, True, True, False]
 
 
-def test_any_sequence_of_moves_is_that_of_a_list():
+def test_random_moves_equal_those_of_a_list():
   """Three hundred moves on eleven pages, the ring swept again and again."""
   draws = np.random.default_rng(0)
-  queue, wanted, outside = free_queue.init(12), list(range(1, 12)), []
+  queue = free_queue.init(12)
+  expected = list(range(1, 12))
+  outside = []
   # Half a ring, so that it is full of stale entries soon.
   queue = dataclasses.replace(queue, ring=queue.ring[:16])
   reserve = jax.jit(free_queue.reserve)
   sweeps = 0
   for _ in range(300):
     move = draws.integers(4)
-    if move == 0 and wanted:
+    if move == 0 and expected:
       queue, pages = popped(queue, 1)
-      if pages:  # None where eight stale entries stand in front.
-        assert pages == [wanted.pop(0)]
+      if pages:  # None where eight stale entries are in front.
+        assert pages == [expected.pop(0)]
         outside += pages
-    elif move == 1 and wanted:
-      page = int(draws.choice(wanted))
+    elif move == 1 and expected:
+      page = int(draws.choice(expected))
       queue, _ = removed(queue, page)
-      wanted.remove(page)
+      expected.remove(page)
       outside.append(page)
     elif outside:
       page = outside.pop(int(draws.integers(len(outside))))
@@ -132,13 +130,13 @@ def test_any_sequence_of_moves_is_that_of_a_list():
       sweeps += int(roomy.span) < int(queue.span)
       push = pushed_back if move == 2 else pushed_front
       queue = push(roomy, page)
-      wanted = [*wanted, page] if move == 2 else [page, *wanted]
-    assert listed(queue) == wanted
+      expected = [*expected, page] if move == 2 else [page, *expected]
+    assert listed(queue) == expected
   assert sweeps > 0
 
 
 def test_heads_wrap_around():
-  """The head stands at the last place; what is pushed there goes on at 0."""
+  """The head is at the last entry, and pages behind it begin at entry 0."""
   queue = free_queue.init(4)
   queue = dataclasses.replace(
     queue,

@@ -15,7 +15,7 @@ from tests.cache.by_hand import ints
 
 
 @pytest.mark.parametrize(
-  ("kind", "skipped"),
+  ("group", "skipped"),
   # Tokens behind 0, 1, 2 ... 8 tokens that the next one does not look at.
   [
     (FullAttention(), [0, 0, 0, 0, 0, 0, 0, 0, 0]),
@@ -27,8 +27,8 @@ from tests.cache.by_hand import ints
     (jaxkv.Recurrent(), [0, 0, 1, 2, 3, 4, 5, 6, 7]),
   ],
 )
-def test_tokens_that_are_left_behind(kind, skipped):
-  assert kind.num_skipped_tokens(ints(*range(9))).tolist() == skipped
+def test_skipped_tokens_by_length(group, skipped):
+  assert group.num_skipped_tokens(ints(*range(9))).tolist() == skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,8 @@ class TestKinds:
     assert out.num_recycled_pages.tolist() == [3, 0]
     assert _table(state) == [0, 0, 0, 4]
     # A hit on nothing is none.
-    assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
-      0
-    ]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.num_cached_tokens.tolist() == [0]
     state, room = jaxkv.allocate(state, ints(2, 0))
     state, done = jaxkv.commit(state, tokens[:, 14:].repeat(2, 0), ints(2, 0))
     assert room.ok.all() and done.ok.all()
@@ -88,30 +87,28 @@ class TestKinds:
     state, tokens = _filled(SlidingWindow(2**31 - 1))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
-    assert jaxkv.match(state, tokens, ints(14)).pages.tolist() == [
-      [[1, 2, 3, 16]]
-    ]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.pages.tolist() == [[[1, 2, 3, 16]]]
 
   @pytest.mark.slow
   def test_a_chunk_larger_than_the_slot(self):
     state, tokens = _filled(ChunkedLocal(2**31 - 1))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
-    assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
-      12
-    ]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.num_cached_tokens.tolist() == [12]
 
   @pytest.mark.slow
-  def test_somebody_s_own_kind(self):
+  def test_subclasses_are_group_kinds(self):
     state, tokens = _filled(LastPages(2), FullAttention(page_size=8))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [1, 0]
     assert _table(state) == [0, 2, 3, 4]
     # Four tokens wait for the page of eight; page 3 has no key yet.
     assert jaxkv.cached_pages(state) == [1, 2, 5]
-    found = jaxkv.match(state, tokens, ints(14))
-    assert found.num_cached_tokens.tolist() == [8]
-    assert found.pages.tolist() == [[[1, 2, 16, 16], [5, 16, 16, 16]]]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.num_cached_tokens.tolist() == [8]
+    assert hit.pages.tolist() == [[[1, 2, 16, 16], [5, 16, 16, 16]]]
     state, out = jaxkv.truncate(state, [7, 0], mask=[True, False])
     assert out.code.tolist() == [jaxkv.Status.RECYCLED, jaxkv.Status.SKIPPED]
     jaxkv.check(jaxkv.clear_error(state)[0])

@@ -37,7 +37,7 @@ def digests(tokens, secrets=SECRET):
 
 @jax.jit
 def whole_keys(secrets, tokens, epoch, salt, group):
-  """Keys of first pages, each of a sequence of its own."""
+  """Keys of first pages, each of a separate sequence."""
   root = hashing.root_key(secrets, epoch, salt)
   start = jnp.broadcast_to(root, (tokens.shape[0], 4))
   chain = hashing.row_keys(secrets, start, tokens[:, None])[:, 0]
@@ -51,7 +51,7 @@ def as_uint64(keys):
 
 
 def distinct(keys):
-  """How many keys differ in their first, and in their last 64 bits."""
+  """Counts the keys that differ in their first, and in their last 64 bits."""
   halves = as_uint64(keys).reshape(-1, 2)
   return [
     1 + int(np.count_nonzero(np.diff(np.sort(half)))) for half in halves.T
@@ -90,12 +90,14 @@ def python_permutation(words):
 
 
 class TestDefinition:
-  @pytest.mark.parametrize("size", [1, 3, 4, 9])
-  def test_digest_absorbs_four_tokens_at_a_time(self, size):
-    tokens = np.random.default_rng(size).integers(-(2**31), 2**31, (3, size))
+  @pytest.mark.parametrize("num_tokens", [1, 3, 4, 9])
+  def test_digest_absorbs_four_tokens_at_a_time(self, num_tokens):
+    tokens = np.random.default_rng(num_tokens).integers(
+      -(2**31), 2**31, (3, num_tokens)
+    )
     state = tuple(int(word) for word in SECRET[0])
     for row in tokens:
-      words = [int(t) % 2**32 for t in row] + [0] * (-size % 4)
+      words = [int(t) % 2**32 for t in row] + [0] * (-num_tokens % 4)
       key = state
       for i in range(0, len(words), 4):
         block = words[i : i + 4]
@@ -124,11 +126,11 @@ class TestDefinition:
     previous = jnp.asarray(rng.integers(0, 2**32, (3, 4), dtype=np.uint32))
     pages = jnp.asarray(rng.integers(0, 2**32, (3, 6, 4), dtype=np.uint32))
     whole = hashing.chain_keys(previous, pages)
-    first = hashing.chain_keys(previous, pages[:, :2])
-    second = hashing.chain_keys(first[:, -1], pages[:, 2:])
+    first_keys = hashing.chain_keys(previous, pages[:, :2])
+    second_keys = hashing.chain_keys(first_keys[:, -1], pages[:, 2:])
     np.testing.assert_array_equal(
       np.asarray(whole),
-      np.concatenate([np.asarray(first), np.asarray(second)], axis=1),
+      np.concatenate([np.asarray(first_keys), np.asarray(second_keys)], axis=1),
     )
 
 
@@ -137,11 +139,10 @@ class TestDefinition:
 
 def flips(function, inputs, bit):
   """Probability that each of 128 output bits flips with one input bit."""
-  word, place = divmod(bit, 32)
+  word, bit_in_word = divmod(bit, 32)
   changed = inputs.copy()
-  changed[:, word] ^= BITS[place]
-  before, after = bits(function(inputs)), bits(function(changed))
-  return np.mean(before != after, axis=0)
+  changed[:, word] ^= BITS[bit_in_word]
+  return np.mean(bits(function(inputs)) != bits(function(changed)), axis=0)
 
 
 class TestAvalanche:
@@ -167,9 +168,8 @@ class TestAvalanche:
 
   def test_previous_key(self):
     def key(words):
-      return hashing.chain_keys(words, jnp.zeros((len(words), 1, 4), "uint32"))[
-        :, 0
-      ]
+      digests = jnp.zeros((len(words), 1, 4), "uint32")
+      return hashing.chain_keys(words, digests)[:, 0]
 
     self.check(key, 4)
 
@@ -230,8 +230,8 @@ class TestSeparation:
     )
 
   def all_differ(self, *sets):
-    total = sum(len(keys) for keys in sets)
-    assert distinct(np.concatenate(sets)) == [total] * 2
+    num_keys = sum(len(keys) for keys in sets)
+    assert distinct(np.concatenate(sets)) == [num_keys] * 2
 
   def test_secrets(self):
     """Keys that differ in one bit, and all rows of one secret."""
@@ -256,16 +256,13 @@ class TestSeparation:
     """No salt of epoch 0 in a simple relation to 1 gives epoch 1."""
     salts = np.zeros((3, 4), np.uint32)
     salts[:, 0] = 1, 2, 3
-    self.all_differ(
-      self.keys(epoch=1),
-      *(self.keys(salts=s) for s in salts),
-    )
+    self.all_differ(self.keys(epoch=1), *(self.keys(salts=s) for s in salts))
 
   def test_text_and_bytes_give_one_salt(self):
     assert np.array_equal(hashing.salt("ä"), hashing.salt("ä".encode()))
 
   @pytest.mark.parametrize("text", [3, None, ["a"]])
-  def test_a_salt_is_of_text(self, text):
+  def test_salts_of_other_types_are_refused(self, text):
     with pytest.raises(TypeError, match="text` must be a str or bytes, got"):
       jaxkv.salt(text)
 
@@ -296,16 +293,16 @@ class TestCollision:
     return state
 
   def cached(self, state, *rows):
-    """How many tokens of each row are found."""
+    """Returns the hit tokens of each row."""
     tokens = jnp.asarray(rows, jnp.int32)
     lengths = jnp.full((len(rows),), tokens.shape[1], jnp.int32)
     return jaxkv.match(state, tokens, lengths).num_cached_tokens.tolist()
 
-  def test_all_digests_equal(self, monkeypatch):
+  def test_equal_digests_of_other_tokens_are_no_hit(self, monkeypatch):
     """Every page has the key of every other page in its place of the chain."""
     monkeypatch.setattr(hashing, "page_digests", constant)
     state = self.cache()
-    found = self.cached(
+    num_cached = self.cached(
       state,
       (1, 2, 3, 4, 0),  # What is there.
       (1, 2, 3, 5, 0),  # One token of the second page is another.
@@ -313,10 +310,10 @@ class TestCollision:
       (2, 1, 3, 4, 0),  # The same in another order.
       (1, 2, 1, 2, 0),  # The first page again: another place in the chain.
     )
-    assert found == [4, 2, 0, 0, 2]
+    assert num_cached == [4, 2, 0, 0, 2]
 
   @pytest.mark.slow
-  def test_a_collision_is_not_merged_either(self, monkeypatch):
+  def test_collisions_are_not_merged(self, monkeypatch):
     """A page of other tokens must not take another sequence's place."""
     monkeypatch.setattr(hashing, "page_digests", constant)
     cfg = dataclasses.replace(self.cfg, merge_duplicates=True, number=98)
@@ -329,8 +326,8 @@ class TestCollision:
     table = state.page_table[:, 0, 0].tolist()
     assert table[0] == table[2] != table[1]
 
-  def test_without_the_check_they_hit(self, monkeypatch):
-    """That the tests above can fail: tokens that are not compared."""
+  def test_collisions_hit_without_the_token_check(self, monkeypatch):
+    """Without a comparison of tokens, the tests above fail."""
 
     def blind(index, keys, tokens, lookup=prefix_index.lookup, **options):
       index = dataclasses.replace(index, tokens=jnp.zeros_like(index.tokens))
@@ -369,12 +366,12 @@ class TestAdversary:
   )
   key = jnp.asarray([5, 6, 7, 8], jnp.uint32)
 
-  def served(self, key, pages, first):
+  def served(self, key, pages, first_row):
     """Tokens found of P 6, Q 5, P 5 and Q 6 after P 6 and Q 5 were cached."""
     rows = np.concatenate([pages, np.full((2, 8), 6), [[9]] * 2], axis=1)
     rows[1, 8:16] = 5
     state = jaxkv.init(self.cfg, key)
-    for row in (first, 1 - first):
+    for row in (first_row, 1 - first_row):
       tokens = rows[[row, row], :16]
       state, _ = jaxkv.allocate(state, ints(16, 0))
       state, _ = jaxkv.commit(state, tokens, ints(16, 0))
@@ -382,9 +379,9 @@ class TestAdversary:
     swapped = rows.copy()
     swapped[:, 8:16] = rows[::-1, 8:16]
     asked = np.concatenate([rows, swapped])
-    found = jaxkv.match(state, asked, jnp.full((4,), 17, jnp.int32))
+    hit = jaxkv.match(state, asked, jnp.full((4,), 17, jnp.int32))
     jaxkv.check(state)
-    return found.num_cached_tokens.tolist()
+    return hit.num_cached_tokens.tolist()
 
   @pytest.mark.slow
   def test_published_page_of_the_old_key(self):
@@ -395,41 +392,41 @@ class TestAdversary:
         [1, 2, 3, 4, -475144964, 899347905, 807740251, 1181671409],
       ]
     )
-    for first in (0, 1):
-      assert self.served(None, pages, first) == [16, 16, 8, 8]
+    for first_row in (0, 1):
+      assert self.served(None, pages, first_row) == [16, 16, 8, 8]
 
   def test_ten_thousand_collisions_of_another_key(self):
     """No two of them are equal under this key, in any bit but by chance."""
     rng = np.random.default_rng(0)
-    known = hashing.make_secret(self.key, 1)
-    pairs = np.stack([collision(known, rng) for _ in range(10_000)])
-    theirs, ours = (
+    other_secrets = hashing.make_secret(self.key, 1)
+    pairs = np.stack([collision(other_secrets, rng) for _ in range(10_000)])
+    other_digests, own_digests = (
       np.asarray(digests(pairs.reshape(-1, 8), secrets)).reshape(-1, 2, 4)
-      for secrets in (known, SECRET)
+      for secrets in (other_secrets, SECRET)
     )
-    assert np.array_equal(theirs[:, 0], theirs[:, 1])
-    assert distinct(ours) == [20_000] * 2
+    assert np.array_equal(other_digests[:, 0], other_digests[:, 1])
+    assert distinct(own_digests) == [20_000] * 2
 
   @pytest.mark.slow
-  @pytest.mark.parametrize("first", [0, 1])
-  def test_collisions_of_another_key_in_a_cache(self, first, pytestconfig):
-    rng = np.random.default_rng(first)
-    known = hashing.make_secret(self.key, 1)
+  @pytest.mark.parametrize("first_row", [0, 1])
+  def test_collisions_of_another_key_in_a_cache(self, first_row, pytestconfig):
+    rng = np.random.default_rng(first_row)
+    other_secrets = hashing.make_secret(self.key, 1)
     for _ in range(5000 if pytestconfig.getoption("deep") else 20):
-      pages = collision(known, rng)
-      assert self.served(SECRET[1], pages, first) == [16, 16, 8, 8]
+      pages = collision(other_secrets, rng)
+      assert self.served(SECRET[1], pages, first_row) == [16, 16, 8, 8]
 
-  @pytest.mark.parametrize("first", [0, 1])
-  def test_who_has_the_key_is_served_and_found_out(self, first):
+  @pytest.mark.parametrize("first_row", [0, 1])
+  def test_known_keys_allow_false_hits_behind_a_collision(self, first_row):
     """Both are found where they were cached, and `check` blames nobody.
 
     Behind P a page is found that was computed behind Q: the secret is what
     keeps them apart.
     """
     pages = collision(
-      hashing.make_secret(self.key, 1), np.random.default_rng(first)
+      hashing.make_secret(self.key, 1), np.random.default_rng(first_row)
     )
-    assert self.served(self.key, pages, first) == [16, 16, 16, 16]
+    assert self.served(self.key, pages, first_row) == [16, 16, 16, 16]
 
 
 def _counters(start, count):

@@ -37,8 +37,8 @@ def test_statistics_count_from_the_start():
 
 def test_a_reading_outlives_a_donated_state():
   state = tiny()
-  before = jaxkv.stats(state)
+  old_stats = jaxkv.stats(state)
   donating = jax.jit(jaxkv.allocate, donate_argnums=0)
   state, _ = donating(state, ints(3, 0, 0))
-  interval = jaxkv.stats(state) - before
+  interval = jaxkv.stats(state) - old_stats
   assert int(interval.popped_pages) == 2

@@ -95,13 +95,13 @@ def _other_tokens(state):
     (_other_tokens, {"keys"}),
   ],
 )
-def test_a_broken_law_is_named(broken, laws):
+def test_broken_invariants_are_named(broken, laws):
   state = broken(lived_in())
-  found = jaxkv.check_invariants(state)
-  assert {name for name, holds in found.items() if not holds} >= laws
+  checks = jaxkv.check_invariants(state)
+  assert {name for name, holds in checks.items() if not holds} >= laws
   with pytest.raises(jaxkv.CacheError, match="broke its invariants"):
     jaxkv.check(state)
 
 
-def test_a_cache_in_use_keeps_all_of_them():
+def test_a_cache_in_use_keeps_its_invariants():
   assert all(jaxkv.check_invariants(lived_in()).values())

@@ -49,8 +49,8 @@ class Chosen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-  """A state that was kept, and what it was."""
+class Snapshot:
+  """A kept state, and copies of its leaves and of the oracle."""
 
   state: jaxkv.CacheState
   leaves: list[np.ndarray]
@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
   def __init__(self, setup: Setup):
     super().__init__()
     self.pair = Pair(setup)
-    self.kept: list[Kept] = []
+    self.snapshots: list[Snapshot] = []
 
   def moves(self, data=None) -> Moves:
     """Legal moves from where the oracle is."""
@@ -89,16 +89,19 @@ class Machine(RuleBasedStateMachine):
   def keep(self):
     """Keeps a state, as a user does who may want to go back."""
     state = self.pair.state
-    self.kept.append(Kept(state, _leaves(state), self.pair.oracle.copy()))
+    oracle = self.pair.oracle.copy()
+    self.snapshots.append(Snapshot(state, _leaves(state), oracle))
 
-  @precondition(lambda self: self.kept)
+  @precondition(lambda self: self.snapshots)
   @rule(data=st.data())
   def roll_back(self, data):
     """Goes on from a kept state, which no move since has changed."""
-    kept = data.draw(st.sampled_from(range(len(self.kept))))
-    kept = self.kept[kept]
-    chex.assert_trees_all_equal(_leaves(kept.state), kept.leaves, strict=True)
-    self.pair.state, self.pair.oracle = kept.state, kept.oracle.copy()
+    index = data.draw(st.sampled_from(range(len(self.snapshots))))
+    snapshot = self.snapshots[index]
+    state = snapshot.state
+    chex.assert_trees_all_equal(_leaves(state), snapshot.leaves, strict=True)
+    self.pair.state = state
+    self.pair.oracle = snapshot.oracle.copy()
 
 
 def _rule_for(verb):
@@ -161,7 +164,8 @@ _LIKE_OTHERS = {
 )
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""
-  deep, setup = request.config.getoption("--deep"), SETUPS[name]
+  deep = request.config.getoption("--deep")
+  setup = SETUPS[name]
   settings = hypothesis.settings(
     max_examples=60 if deep else 20,
     stateful_step_count=200 if deep else 40,
@@ -177,7 +181,7 @@ def test_machine(name, request):
 
 
 def never_met(config: jaxkv.CacheConfig) -> set[jaxkv.Status]:
-  """Codes for which there is no occasion."""
+  """Codes that this config never returns."""
   slot = config.slot_tokens
   leaves = any(group.skipped_pages(slot) for group in groups_of(config))
   return set() if leaves else {jaxkv.Status.RECYCLED}
@@ -224,7 +228,7 @@ def test_programs_for_a_gpu(name):
   [MERGE, pytest.param({}, marks=_deep), pytest.param(CLASSIC, marks=_deep)],
 )
 def test_more_rows_than_a_window(options):
-  """What small caches do in small windows, in those of real life."""
+  """Walks with the window sizes of real caches."""
   config = dataclasses.replace(WIDE.config, **options)
   setup = dataclasses.replace(WIDE, config=config)
   pair = Pair(setup)

@@ -9,28 +9,29 @@ from tests.cache.pair import Mismatch
 from tests.cache.pair import Pair
 from tests.cache.pair import wander
 
-WALKS, STEPS = 30, 60
+WALKS = 30
+STEPS = 60
 REAL = list(dict.fromkeys(mutant.setup for mutant in MUTANTS.values()))
 
 
-def walk(setup, verbs, favoured=(), others=()):
+def walk(setup, verbs, favoured=(), other_weights=()):
   """Random walks, the favoured verbs more often than usual."""
   weights = WEIGHTS | {verb: 4 * WEIGHTS[verb] for verb in favoured}
-  weights |= dict(others)
+  weights |= dict(other_weights)
   for seed in range(WALKS):
     wander(Pair(setup, verbs), seed, STEPS, weights)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("setup", REAL)
-def test_the_real_cache_lives(setup):
+def test_right_caches_equal_the_oracle(setup):
   with setup.patched():
     walk(setup, VERBS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_dies(name):
+def test_mutants_are_noticed(name):
   mutant = MUTANTS[name]
   with mutant.setup.patched(), pytest.raises(Mismatch):
     verbs = mutant.verbs_with_it()
@@ -38,6 +39,6 @@ def test_dies(name):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_can_be_made(name):
+def test_mutants_replace_existing_functions(name):
   """The function is there, with the parameters that are changed."""
   MUTANTS[name].verbs_with_it()

@@ -45,9 +45,11 @@ def _serve(config, change=lambda moves: moves):
   Returns:
     The hits of each prompt, and the counters.
   """
-  state, hits = jaxkv.init(config, jnp.zeros(4, jnp.uint32)), []
+  state = jaxkv.init(config, jnp.zeros(4, jnp.uint32))
+  hits = []
   memory = ShadowMemory(config)
-  slot, size = jnp.zeros((1,), jnp.int32), config.page_size
+  slot = jnp.zeros((1,), jnp.int32)
+  page_size = config.page_size
   for tokens, length in zip(*_conversations(), strict=True):
     state, out = jaxkv.admit(state, slot, tokens[None], length[None])
     assert out.ok.all()
@@ -55,14 +57,14 @@ def _serve(config, change=lambda moves: moves):
       memory.move(change(jax.device_get(out.moves)))
     cached = int(out.num_cached_tokens[0])
     hits.append(cached)
-    pages = np.asarray(state.page_table[0, 0])[: -(-length // size)]
-    contents = np.resize(tokens, (len(pages), size))
-    held = memory.content[pages[: cached // size]]
-    if not np.array_equal(held, contents[: cached // size]):
-      raise FalseContent(f"hits hold {held}")
+    pages = np.asarray(state.page_table[0, 0])[: -(-length // page_size)]
+    contents = np.resize(tokens, (len(pages), page_size))
+    actual = memory.content[pages[: cached // page_size]]
+    if not np.array_equal(actual, contents[: cached // page_size]):
+      raise FalseContent(f"hits hold {actual}")
     memory.content[pages] = contents
-    rest = jnp.roll(tokens, -cached)[None]
-    state, _ = jaxkv.commit(state, rest, length[None] - cached)
+    suffix = jnp.roll(tokens, -cached)[None]
+    state, _ = jaxkv.commit(state, suffix, length[None] - cached)
     state, _ = jaxkv.free(state, slots=slot)
   jaxkv.check(state)
   return hits, jaxkv.stats(state)
@@ -89,39 +91,41 @@ def test_a_stale_page_is_not_saved():
   state, _ = jaxkv.allocate(state, [6])
   state, _ = jaxkv.commit(state, [[1, 2, 3, 4, 5, 6]], [6])
   state, _ = jaxkv.free(state, slots=[0])
-  old = state
+  old_state = state
   state, _ = jaxkv.new_epoch(state)
-  for begun, num_saved in ((old, 3), (state, 0)):
-    after, out = jaxkv.allocate(begun, [6])
+  for start_state, num_saved in ((old_state, 3), (state, 0)):
+    new_state, out = jaxkv.allocate(start_state, [6])
     assert int(out.moves.count) == num_saved
-    assert int(jaxkv.stats(after).saved_pages) == num_saved
-    assert len(jaxkv.cached_pages(after)) == num_saved
+    assert int(jaxkv.stats(new_state).saved_pages) == num_saved
+    assert len(jaxkv.cached_pages(new_state)) == num_saved
 
 
 @pytest.mark.slow
 def test_stale_entries_longer_than_a_window():
   """A hit leaves 300 of them in the offload queue, and one call reads 128."""
-  size = 300
+  length = 300
   config = jaxkv.CacheConfig(
-    num_pages=1 + size,
+    num_pages=1 + length,
     page_size=1,
     num_slots=1,
-    pages_per_slot=size,
-    offload_pages=size + 100,
+    pages_per_slot=length,
+    offload_pages=length + 100,
   )
-  state, hits = jaxkv.init(config), []
-  first, second, third = np.arange(3 * size).reshape(3, 1, size)
-  for tokens in (first, second, first, third):
-    state, out = jaxkv.admit(state, [0], tokens, [size])
+  state = jaxkv.init(config)
+  hits = []
+  prompts = np.arange(3 * length).reshape(3, 1, length)
+  for tokens in prompts[[0, 1, 0, 2]]:
+    state, out = jaxkv.admit(state, [0], tokens, [length])
     hits.append(int(out.num_cached_tokens[0]))
-    rest = np.roll(tokens, -hits[-1])
-    state, _ = jaxkv.commit(state, rest, size - out.num_cached_tokens)
+    suffix = np.roll(tokens, -hits[-1])
+    state, _ = jaxkv.commit(state, suffix, length - out.num_cached_tokens)
     state, _ = jaxkv.free(state, slots=[0])
-  assert hits == [0, 0, size - 1, 0]
+  assert hits == [0, 0, length - 1, 0]
   stats = jaxkv.stats(state)
-  assert int(stats.saved_pages) == 3 * size
+  assert int(stats.saved_pages) == 3 * length
   # Of these pages, one prompt returned, and as many are left as fit.
-  assert int(stats.forgotten_pages) == 3 * size - hits[2] - config.offload_pages
+  num_left = hits[2] + config.offload_pages
+  assert int(stats.forgotten_pages) == 3 * length - num_left
   jaxkv.check(state)
 
 

@@ -62,7 +62,7 @@ def _config(**options):
     ({"offload_policy": jaxkv.OffloadPolicy(100, 10), "page_bytes": 20}, 0),
   ],
 )
-def test_saves_what_may_return(options, num_saved):
+def test_reusable_pages_are_saved(options, num_saved):
   state = jaxkv.init(_config(**options))
   state, _ = jaxkv.allocate(state, [6])
   state, _ = jaxkv.commit(state, [[1, 2, 3, 4, 5, 6]], [6])

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from tests.cache.by_hand import ints
+from tests.cache.by_hand import listed
 
 YES = jnp.asarray([True])
 
@@ -16,39 +16,30 @@ def pool():
   """Pages 1 to 7, all of them free; unreferenced pages go to the back."""
   return page_pool.init(
     jaxkv.CacheConfig(
-      num_pages=8,
-      page_size=2,
-      num_slots=1,
-      pages_per_slot=4,
-      free_policy="lru",
+      num_pages=8, page_size=2, num_slots=1, pages_per_slot=4, free_policy="lru"
     )
   )
-
-
-def free(pool) -> list[int]:
-  """The free pages in eviction order."""
-  return free_queue.in_order(pool.queue).tolist()[: int(pool.queue.num_free)]
 
 
 def test_pop_takes_the_first_pages(pool):
   pool, popped = page_pool.pop(pool, jnp.int32(2), window=4)
   assert popped.pages[popped.valid].tolist() == [1, 2]
   assert pool.ref_count.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
-  assert free(pool) == [3, 4, 5, 6, 7]
+  assert listed(pool.queue) == [3, 4, 5, 6, 7]
 
 
 def test_holding_a_free_page_takes_it_out_of_the_middle(pool):
   pool = page_pool.hold(pool, ints(4, 4), jnp.asarray([True, True]))
   assert int(pool.ref_count[4]) == 2
-  assert free(pool) == [1, 2, 3, 5, 6, 7]
+  assert listed(pool.queue) == [1, 2, 3, 5, 6, 7]
 
 
 def test_the_last_reference_puts_a_page_at_the_back(pool):
   pool = page_pool.hold(pool, ints(4, 4), jnp.asarray([True, True]))
   pool, outside = page_pool.drop(pool, ints(4), ints(0), YES)
-  assert free(pool) == [1, 2, 3, 5, 6, 7]
+  assert listed(pool.queue) == [1, 2, 3, 5, 6, 7]
   pool, outside = page_pool.drop(pool, ints(4), ints(0), YES)
-  assert free(pool) == [1, 2, 3, 5, 6, 7, 4]
+  assert listed(pool.queue) == [1, 2, 3, 5, 6, 7, 4]
   assert not outside.any()
 
 
@@ -57,10 +48,11 @@ def test_pages_without_a_key_wait_outside_for_the_front():
   pool = page_pool.init(
     jaxkv.CacheConfig(num_pages=8, page_size=2, num_slots=1, pages_per_slot=4)
   )
-  both, owner = jnp.asarray([True, True]), ints(0, 0)
-  pool = page_pool.hold(pool, ints(4, 6), both)
-  pool, outside = page_pool.drop(pool, ints(4, 6), owner, both)
+  mask = jnp.asarray([True, True])
+  owner = ints(0, 0)
+  pool = page_pool.hold(pool, ints(4, 6), mask)
+  pool, outside = page_pool.drop(pool, ints(4, 6), owner, mask)
   assert outside.tolist() == [True, True]
-  assert free(pool) == [1, 2, 3, 5, 7]
-  pool = page_pool.to_front(pool, ints(4, 6), owner, both)
-  assert free(pool) == [6, 4, 1, 2, 3, 5, 7]
+  assert listed(pool.queue) == [1, 2, 3, 5, 7]
+  pool = page_pool.to_front(pool, ints(4, 6), owner, mask)
+  assert listed(pool.queue) == [6, 4, 1, 2, 3, 5, 7]

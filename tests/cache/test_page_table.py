@@ -5,10 +5,10 @@ import pytest
 
 import jaxkv
 from jaxkv._src.arrays import indexing
-from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from tests.cache.by_hand import ints
+from tests.cache.by_hand import listed
 
 NONE = 8
 """NO_PAGE of a pool with pages 1 to 7."""
@@ -28,11 +28,6 @@ def table():
   return jnp.full((2, 2, 4), NONE, jnp.int32)
 
 
-def free(pool) -> list[int]:
-  """The free pages in eviction order."""
-  return free_queue.in_order(pool.queue).tolist()[: int(pool.queue.num_free)]
-
-
 def test_ranges_go_group_by_group_within_a_slot():
   made = page_table.ranges(
     ints(1, 0), ints((0, 1), (2, 3)), ints((2, 1), (1, 4))
@@ -43,32 +38,32 @@ def test_ranges_go_group_by_group_within_a_slot():
 
 
 def test_pages_are_popped_in_the_order_of_the_ranges(pool, table):
-  filled = page_table.ranges(
+  ranges = page_table.ranges(
     ints(1, 0), ints((0, 1), (0, 0)), ints((2, 2), (1, 0))
   )
-  pool, table, evicted = page_table.grow(pool, table, filled)
+  pool, table, evicted = page_table.grow(pool, table, ranges)
   assert table[1].tolist() == [[1, 2, NONE, NONE], [NONE, 3, NONE, NONE]]
   assert table[0, 0].tolist() == [4, NONE, NONE, NONE]
-  assert (free(pool), int(evicted)) == ([5, 6, 7], 0)
+  assert (listed(pool.queue), int(evicted)) == ([5, 6, 7], 0)
 
 
 def test_the_last_column_goes_back_first(pool, table):
   """No page has a key, so they come before all others, in that order."""
-  filled = page_table.ranges(ints(0), ints((0, 0)), ints((3, 0)))
-  pool, table, _ = page_table.grow(pool, table, filled)
+  ranges = page_table.ranges(ints(0), ints((0, 0)), ints((3, 0)))
+  pool, table, _ = page_table.grow(pool, table, ranges)
   cleared = page_table.ranges(ints(0), ints((1, 0)), ints((3, 0)))
   pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert table[0, 0].tolist() == [1, NONE, NONE, NONE]
-  assert free(pool) == [3, 2, 4, 5, 6, 7]
+  assert listed(pool.queue) == [3, 2, 4, 5, 6, 7]
 
 
-def test_null_pages_are_passed_over(pool, table):
+def test_null_pages_are_not_freed(pool, table):
   table = page_table.fill_before(table, ints(0), ints((2, 1)), 0)
   assert table[0].tolist() == [[0, 0, NONE, NONE], [0, NONE, NONE, NONE]]
   cleared = page_table.ranges(ints(0), ints((0, 0)), ints((4, 4)))
   pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert (table == NONE).all()
-  assert free(pool) == [1, 2, 3, 4, 5, 6, 7]
+  assert listed(pool.queue) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_an_attached_page_has_one_more_reference(pool, table):
@@ -84,4 +79,4 @@ def test_an_attached_page_has_one_more_reference(pool, table):
   )
   assert table[:, 0, :2].tolist() == [[0, 5], [0, 5]]
   assert pool.ref_count[ints(0, 5)].tolist() == [0, 2]
-  assert free(pool) == [1, 2, 3, 4, 6, 7]
+  assert listed(pool.queue) == [1, 2, 3, 4, 6, 7]

@@ -22,7 +22,7 @@ def cached_pages_1_and_2():
 
 @pytest.mark.slow
 def test_a_pinned_prefix_leaves_the_queue_and_comes_back():
-  """Of 1 2 | 3 4 | 5 pages 1 and 2 are cached; 8 is no page."""
+  """Of 1 2 | 3 4 | 5 pages 1 and 2 are cached; 8 is NO_PAGE."""
   state, out = jaxkv.pin(cached_pages_1_and_2(), *prompt(1, 2, 3, 4, 5))
   assert out.pages[0, 0].tolist() == [1, 2, 8, 8]
   assert references(state, 1, 2) == [1, 1]
@@ -33,14 +33,14 @@ def test_a_pinned_prefix_leaves_the_queue_and_comes_back():
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
 
 
-def test_touch_pins_pages_by_number():
+def test_touch_pins_pages_by_id():
   """Page 3 is neither held nor cached, so nothing is in it to keep."""
   state, out = jaxkv.touch(cached_pages_1_and_2(), ints(1, 3, 0))
   assert out.code.tolist() == [Status.OK, Status.NOT_CACHED, Status.BAD_PAGE]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2]
 
 
-def test_a_pin_is_given_back_once():
+def test_a_pin_is_removed_once():
   state, _ = jaxkv.touch(cached_pages_1_and_2(), ints(1))
   state, out = jaxkv.unpin(state, ints(1, 1))
   # In a row the last one is worked off first.
@@ -48,13 +48,12 @@ def test_a_pin_is_given_back_once():
   assert references(state, 1) == [0]
 
 
-def test_an_evicted_page_cannot_be_found_but_stays_where_it_is():
+def test_an_evicted_page_is_no_hit_but_keeps_its_queue_position():
   """Without page 2 only 1 2 is found."""
   state, out = jaxkv.evict(cached_pages_1_and_2(), ints(2, 2))
   assert out.code.tolist() == [Status.OK, Status.NOT_CACHED]
-  assert jaxkv.match(
-    state, *prompt(1, 2, 3, 4, 5)
-  ).num_cached_tokens.tolist() == [2]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 5))
+  assert hit.num_cached_tokens.tolist() == [2]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
 
 
@@ -81,6 +80,6 @@ def test_a_prompt_shorter_than_a_page():
     (jnp.ones((1,)), "`pages` must hold integers, got float32"),
   ],
 )
-def test_pages_have_any_shape(verb, pages, message):
+def test_pages_of_floats_are_refused(verb, pages, message):
   with pytest.raises(TypeError, match=message):
     getattr(jaxkv, verb)(tiny(), pages)

@@ -22,12 +22,14 @@ class TestPlaces:
   @pytest.mark.deep
   @pytest.mark.parametrize("fresh", ["state", "tokens", "neither"])
   def test_inside_a_shard(self, fresh):
-    """What is made inside, `fresh`, varies over no axis until it must."""
+    """Arrays made inside, `fresh`, vary over no axis until they must."""
     mesh = jax.make_mesh(
       (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
     )
-    sizes = config()
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), jaxkv.init(sizes))
+    cache_config = config()
+    states = jax.tree.map(
+      lambda leaf: jnp.stack([leaf] * 4), jaxkv.init(cache_config)
+    )
     tokens = jnp.arange(36, dtype=jnp.int32).reshape(4, 1, 9)
     lengths = jnp.full((4, 1), 9, jnp.int32)
 
@@ -37,17 +39,17 @@ class TestPlaces:
     def run(state, tokens, lengths):
       state = jax.tree.map(lambda leaf: leaf[0], state)
       if fresh == "state":
-        state = jaxkv.init(sizes, jaxkv.salt(""))
-      tokens, lengths = tokens[0], lengths[0]
+        state = jaxkv.init(cache_config, jaxkv.salt(""))
+      tokens = tokens[0]
       if fresh == "tokens":
-        tokens, lengths = jnp.ones((1, 9), jnp.int32), ints(9)
-      result = life(state, tokens, lengths)
+        tokens = jnp.ones((1, 9), jnp.int32)
+      result = life(state, tokens, ints(9) if fresh == "tokens" else lengths[0])
       return jax.tree.map(lambda leaf: leaf[None], result)
 
-    _, (ok, cut, found) = jax.jit(run)(states, tokens, lengths)
+    _, (ok, cut, num_cached) = jax.jit(run)(states, tokens, lengths)
     assert np.asarray(ok).all()
     assert np.asarray(cut).all()
-    assert np.asarray(found).tolist() == [[8]] * 4
+    assert np.asarray(num_cached).tolist() == [[8]] * 4
 
   @pytest.mark.slow
   def test_with_64_bit_types(self):

@@ -8,7 +8,7 @@ from jaxkv._src.cache.prefix import prefix_index
 from tests.cache.by_hand import ints
 
 TOKENS = {1: (10, 11), 2: (20, 21), 3: (10, 11)}
-"""What stands in pages 1, 2 and 3; the first and the third are equal."""
+"""Tokens of pages 1, 2 and 3; the first and the third are equal."""
 
 
 def keys(*numbers):
@@ -30,7 +30,7 @@ def published(index, *pages, key=None):
 
 def found(index, *numbers, tokens=None):
   """Pages found under some keys, 0 where there is none."""
-  asked = tokens or [TOKENS.get(number, (0, 0)) for number in numbers]
+  asked = tokens or [TOKENS.get(key, (0, 0)) for key in numbers]
   return prefix_index.lookup(index, keys(*numbers), ints(*asked)).tolist()
 
 
@@ -69,7 +69,7 @@ def test_the_page_published_first_is_found():
   assert found(index, 7, tokens=[(10, 11)]) == [1]
 
 
-def test_what_is_not_in_cannot_be_taken_out():
+def test_removing_absent_pages_changes_nothing():
   index = published(prefix_index.init(16, 2), 1)
   index, count = removed(index, 2, 1)
   assert count == 1

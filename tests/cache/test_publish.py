@@ -1,4 +1,4 @@
-"""Which full pages are published, and when."""
+"""Publication of full pages: of hits, by commits, of forks and drafts."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from tests.cache.by_hand import write
 
 
 @pytest.mark.slow
-def test_pages_that_no_hit_can_use_are_not_published():
+def test_pages_without_a_possible_hit_are_not_published():
   """A window of 2 beside full attention with pages of 4, seven tokens.
 
   Full attention has 0 1 2 3 | 4 5 6 in pages 1 and 2; the window has 0 1 | 2 3
@@ -31,7 +31,7 @@ def test_pages_that_no_hit_can_use_are_not_published():
 
 
 @pytest.mark.slow
-def test_what_waits_is_published_by_the_next_commit():
+def test_waiting_pages_are_published_by_the_next_commit():
   """Of six tokens the last two fill a page, but not one of each group."""
   kinds = (FullAttention(page_size=4), FullAttention())
   state = held(6, *kinds)
@@ -81,12 +81,12 @@ def test_a_page_that_several_slots_merge_is_free():
   shared = pages(state, 1)[0]
   assert pages(state, 2)[0] == shared and references(state, shared) == [2]
   state = write(state, 0, 1, 2, 3, 4)
-  first = pages(state, 0)[0]
+  first_page = pages(state, 0)[0]
   free = len(jaxkv.free_pages(state))
   state, _ = jaxkv.allocate(state, ints(0, 1, 1))
   state, _ = jaxkv.commit(state, rows({1: (4,), 2: (4,)}), ints(0, 1, 1))
-  assert pages(state, 1)[0] == pages(state, 2)[0] == first
-  assert references(state, first, shared) == [3, 0]
+  assert pages(state, 1)[0] == pages(state, 2)[0] == first_page
+  assert references(state, first_page, shared) == [3, 0]
   # All three slots hold the same three pages.
   assert table(state, 0) == table(state, 1) == table(state, 2)
   assert len(jaxkv.free_pages(state)) == 19 - 3 > free

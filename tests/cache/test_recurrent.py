@@ -19,12 +19,12 @@ def ints(*values):
   return jnp.asarray(values, jnp.int32)
 
 
-def grown(state, count, first=0):
-  """Slot 0 recycles, allocates and commits so many tokens more."""
+def grown(state, count, first_token=0):
+  """Slot 0 recycles, then allocates and commits `count` tokens."""
   state, _ = jaxkv.recycle(state)
   state, out = jaxkv.allocate(state, ints(count, 0))
   assert out.ok.all()
-  tokens = jnp.arange(first, first + count, dtype=jnp.int32)
+  tokens = jnp.arange(first_token, first_token + count, dtype=jnp.int32)
   state, out = jaxkv.commit(state, tokens[None], ints(count), slots=ints(0))
   assert out.ok.all()
   jaxkv.check(state)
@@ -49,17 +49,17 @@ class TestColumns:
 
 
 class TestHits:
-  def test_a_sequence_goes_on_from_the_last_state(self):
+  def test_hits_end_at_a_cached_state(self):
     state = grown(grown(jaxkv.init(ALONE), 4), 4, 4)
-    held = columns(state)
-    assert held[1] > 0 and held[3] > 0
+    pages = columns(state)
+    assert pages[1] > 0 and pages[3] > 0
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
-    found = jaxkv.match(state, tokens, ints(9))
-    assert found.num_cached_tokens.tolist() == [8]
+    hit = jaxkv.match(state, tokens, ints(9))
+    assert hit.num_cached_tokens.tolist() == [8]
     # Only the state where the prefix ends is needed.
-    assert found.pages[0, 0].tolist() == [NO_PAGE] * 3 + [held[3]]
-    found = jaxkv.match(state, tokens, ints(8))
-    assert found.num_cached_tokens.tolist() == [4]
+    assert hit.pages[0, 0].tolist() == [NO_PAGE] * 3 + [pages[3]]
+    hit = jaxkv.match(state, tokens, ints(8))
+    assert hit.num_cached_tokens.tolist() == [4]
 
 
 HYBRID = jaxkv.CacheConfig(
@@ -72,16 +72,16 @@ HYBRID = jaxkv.CacheConfig(
 
 
 @pytest.mark.slow
-def test_a_hybrid_hits_where_both_can_go_on():
+def test_hybrid_hits_end_where_all_groups_have_a_page():
   state = jaxkv.init(HYBRID)
-  for first, count in ((0, 4), (4, 2), (6, 2), (8, 3)):
-    state = grown(state, count, first)
+  for first_token, count in ((0, 4), (4, 2), (6, 2), (8, 3)):
+    state = grown(state, count, first_token)
   tokens = jnp.arange(12, dtype=jnp.int32)[None]
-  found = jaxkv.match(state, tokens, ints(12))
-  assert found.num_cached_tokens.tolist() == [8]
+  hit = jaxkv.match(state, tokens, ints(12))
+  assert hit.num_cached_tokens.tolist() == [8]
   state, _ = jaxkv.evict(state, state.page_table[:1, 1, 3])
-  found = jaxkv.match(state, tokens, ints(12))
-  assert found.num_cached_tokens.tolist() == [4]
+  hit = jaxkv.match(state, tokens, ints(12))
+  assert hit.num_cached_tokens.tolist() == [4]
 
 
 class TestFork:
@@ -104,14 +104,14 @@ class TestFork:
     state, _ = jaxkv.fork(state, ints(0), ints(1))
     assert columns(state, 1) == [0, 0, 3]
 
-  def test_a_state_that_was_never_kept(self):
+  def test_forks_without_a_state_are_refused(self):
     """Room for five tokens has one page, where the fifth ends."""
     state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(5, 0))
     token = jnp.zeros((1, 1), jnp.int32)
     state, _ = jaxkv.commit(state, token, ints(1), slots=ints(0))
-    after, out = jaxkv.fork(state, ints(0), ints(1))
+    new_state, out = jaxkv.fork(state, ints(0), ints(1))
     assert out.code.tolist() == [jaxkv.Status.RECYCLED]
-    assert columns(after, 1) == []
+    assert columns(new_state, 1) == []
 
 
 class TestTruncate:
@@ -129,27 +129,27 @@ class TestTruncate:
     return state
 
   @pytest.mark.slow
-  def test_back_to_a_state(self):
+  def test_truncated_to_a_kept_state(self):
     state, code = self.cut(self.twice_grown(), 4)
     assert (code, columns(state)) == (jaxkv.Status.OK, [0, 1])
     # And on again, with the same keys.
-    again = grown(state, 4, 4)
+    state = grown(state, 4, 4)
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
-    assert jaxkv.match(again, tokens, ints(9)).num_cached_tokens.tolist() == [8]
+    assert jaxkv.match(state, tokens, ints(9)).num_cached_tokens.tolist() == [8]
 
   @pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 7])
-  def test_where_no_state_is(self, length):
-    before = self.twice_grown()
-    state, code = self.cut(before, length)
+  def test_lengths_without_a_state_are_refused(self, length):
+    old_state = self.twice_grown()
+    state, code = self.cut(old_state, length)
     assert code == jaxkv.Status.RECYCLED
-    assert columns(state) == columns(before)
+    assert columns(state) == columns(old_state)
 
-  def test_what_is_ahead_goes_back(self):
+  def test_pages_ahead_are_given_back(self):
     state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
     state, code = self.cut(state, 5)
     assert (code, columns(state)) == (jaxkv.Status.OK, [0, 0, 1])
 
-  def test_to_nothing(self):
+  def test_truncated_to_length_zero(self):
     state, code = self.cut(self.twice_grown(), 0)
     assert (code, columns(state)) == (jaxkv.Status.OK, [])
     assert int(state.pool.queue.num_free) == ALONE.num_pages - 1

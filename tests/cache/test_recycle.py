@@ -48,10 +48,10 @@ def test_only_final_tokens_are_left_behind():
   state, _ = jaxkv.allocate(state, ints(4, 0, 0))
   prompt = rows({0: (1, 2, 3)})
   state, _ = jaxkv.commit(state, prompt, ints(3, 0, 0))
-  before = state.page_table
+  old_table = state.page_table
   state, out = jaxkv.recycle(state, lengths=ints(12, 0, 0))
   assert out.code.tolist() == [Status.BAD_LENGTH, Status.OK, Status.OK]
-  assert (state.page_table == before).all()
+  assert (state.page_table == old_table).all()
   state, forked = jaxkv.fork(state, ints(0), ints(1))
   assert (forked.copies.src > 0).all()
 
@@ -59,30 +59,30 @@ def test_only_final_tokens_are_left_behind():
 class TestRecycle:
   @pytest.mark.slow
   @pytest.mark.parametrize(
-    ("tokens", "behind"),
+    ("tokens", "count"),
     # A window of 4 looks back at 3 tokens; two tokens make a page.
     [(0, 0), (3, 0), (4, 0), (5, 1), (6, 1), (7, 2), (11, 4), (12, 4)],
   )
-  def test_a_window_moves_on(self, tokens, behind):
+  def test_a_window_moves_on(self, tokens, count):
     state = held(12, SlidingWindow(4))
     state, out = jaxkv.recycle(state, lengths=ints(tokens))
-    assert out.num_recycled_pages.tolist() == [behind]
-    assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
+    assert out.num_recycled_pages.tolist() == [count]
+    assert table(state) == [[0] * count + list(range(count + 1, 7))]
     # The last one left behind is used first.
-    back = list(range(7, PAGES)) + list(range(behind, 0, -1))
+    back = list(range(7, PAGES)) + list(range(count, 0, -1))
     assert jaxkv.free_pages(state) == back
 
   @pytest.mark.slow
   @pytest.mark.parametrize(
-    ("tokens", "behind"), [(5, 0), (6, 3), (11, 3), (12, 6)]
+    ("tokens", "count"), [(5, 0), (6, 3), (11, 3), (12, 6)]
   )
-  def test_a_chunk_ends(self, tokens, behind):
+  def test_a_chunk_ends(self, tokens, count):
     state = held(12, ChunkedLocal(6))
     state, _ = jaxkv.recycle(state, lengths=ints(tokens))
-    assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
+    assert table(state) == [[0] * count + list(range(count + 1, 7))]
 
   @pytest.mark.slow
-  def test_it_goes_on_where_it_was(self):
+  def test_recycling_continues_where_it_ended(self):
     state = held(12, SlidingWindow(4))
     state, _ = jaxkv.recycle(state, lengths=ints(7))
     state, out = jaxkv.recycle(state, lengths=ints(5))
@@ -114,7 +114,8 @@ class TestRecycle:
       pages_per_slot=6,
       groups=(Keeping(4), ChunkedLocal(4)),
     )
-    state, rows = jaxkv.init(config, jaxkv.salt("kept")), []
+    state = jaxkv.init(config, jaxkv.salt("kept"))
+    rows = []
     for tokens in (4, 1, 1, 1):
       state, _ = jaxkv.allocate(state, [tokens])
       state, _ = jaxkv.commit(state, [[7] * tokens], [tokens])
@@ -126,13 +127,15 @@ class TestRecycle:
   @pytest.mark.deep
   def test_a_long_sequence_in_few_pages(self):
     """100,000 tokens, a prompt in chunks and the rest one by one."""
-    window, size, tokens = 1024, 16, 100_000
-    most = -(-(window - 1) // size) + 2
+    window = 1024
+    page_size = 16
+    tokens = 100_000
+    max_pages = -(-(window - 1) // page_size) + 2
     config = jaxkv.CacheConfig(
-      num_pages=most + 1,
-      page_size=size,
+      num_pages=max_pages + 1,
+      page_size=page_size,
       num_slots=1,
-      pages_per_slot=tokens // size,
+      pages_per_slot=tokens // page_size,
       groups=(SlidingWindow(window),),
     )
 
@@ -141,22 +144,21 @@ class TestRecycle:
       state, _ = jaxkv.recycle(state)
       state, room = jaxkv.allocate(state, jnp.full((1,), new.size, jnp.int32))
       state, done = jaxkv.commit(state, new[None], ints(new.size))
-      held = state.num_pages[0, 0] - state.num_skipped_pages[0, 0]
-      most_held = jnp.maximum(most_held, held)
+      num_held_pages = state.num_pages[0, 0] - state.num_skipped_pages[0, 0]
+      most_held = jnp.maximum(most_held, num_held_pages)
       return (state, most_held), room.ok[0] & done.ok[0]
 
     @jax.jit
     def run(stream):
-      prompt, rest = stream[:2000].reshape(-1, size), stream[2000:]
-      carry, fine = jax.lax.scan(
-        step, (jaxkv.init(config, jaxkv.salt("")), 0), prompt
-      )
-      carry, ok = jax.lax.scan(step, carry, rest[:, None])
-      return carry, jnp.all(fine) & jnp.all(ok)
+      carry = (jaxkv.init(config, jaxkv.salt("")), 0)
+      prompt = stream[:2000].reshape(-1, page_size)
+      carry, prompt_ok = jax.lax.scan(step, carry, prompt)
+      carry, ok = jax.lax.scan(step, carry, stream[2000:, None])
+      return carry, jnp.all(prompt_ok) & jnp.all(ok)
 
     stream = jnp.arange(tokens, dtype=jnp.int32) % 97
     (state, most_held), ok = run(stream)
     assert bool(ok)
-    assert int(most_held) <= most
+    assert int(most_held) <= max_pages
     assert state.length.tolist() == [tokens]
     jaxkv.check(state)

@@ -1,4 +1,4 @@
-"""Who gets which pages: rows are served in order, all-or-nothing."""
+"""Reservations: rows are served in order, all-or-nothing."""
 
 import jax.numpy as jnp
 import pytest
@@ -31,14 +31,14 @@ def test_rows_that_do_not_fit_are_passed_over(
   assert tuple(out.tolist()) == granted
 
 
-def test_a_row_that_asks_for_nothing_takes_nothing():
+def test_rows_without_demand_take_nothing():
   asked = jnp.asarray([False, True])
   out = reserve.in_order(ints(7, 7), asked, jnp.int32(7), ints(0, 0))
   assert out.tolist() == [False, True]
 
 
 @pytest.mark.slow
-def test_two_rows_pay_once_for_a_page_that_both_hit():
+def test_a_page_hit_by_two_rows_counts_once():
   """Page 1 is free and cached: of 5 free pages, 1 + 2 and 2 are taken."""
   state = write(tiny(num_pages=6), 0, 1, 2)
   state, _ = jaxkv.free(state)
@@ -50,7 +50,7 @@ def test_two_rows_pay_once_for_a_page_that_both_hit():
 
 
 @pytest.mark.slow
-def test_a_hit_counts_where_it_stands_in_the_queue():
+def test_hits_count_by_their_queue_position():
   """Of 4 free pages, one is hit and three more are needed, one kept free."""
   state = write(tiny(num_pages=5), 0, 1, 2)
   state, _ = jaxkv.free(state)

@@ -25,7 +25,7 @@ def test_a_reset_waits_until_nothing_is_held():
   assert jaxkv.free_pages(state) == [2, 3, 4, 5, 6, 7, 1]
 
 
-def test_a_new_epoch_finds_nothing_of_the_old_one():
+def test_a_new_epoch_has_no_hits_of_the_old_epoch():
   """Page 1 stays cached, but under a key that nobody asks for any more."""
   state, _ = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
   assert jaxkv.cached_pages(state) == [1]
@@ -35,10 +35,9 @@ def test_a_new_epoch_finds_nothing_of_the_old_one():
   assert jaxkv.match(state, *prompt(1, 2, 3)).pages[0, 0, 0] == 2
 
 
-def test_a_sequence_goes_on_in_the_epoch_it_began_in():
-  """Slot 0 computed 1 2 with old weights: 3 4 behind them is no new text."""
+def test_a_sequence_keeps_the_epoch_of_its_start():
+  """Slot 0 computed 1 2 with old weights: 3 4 get keys of the old epoch."""
   state, _ = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
   state = write(state, 0, 3, 4)
-  assert jaxkv.match(
-    state, *prompt(1, 2, 3, 4, 5)
-  ).num_cached_tokens.tolist() == [0]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 5))
+  assert hit.num_cached_tokens.tolist() == [0]

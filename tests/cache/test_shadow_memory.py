@@ -79,7 +79,8 @@ PLANTED = {
   ),
 }
 
-_PLANTED_CALLS, _SEEDS = 400, 6
+_PLANTED_CALLS = 400
+_SEEDS = 6
 # The state machine walks through most of `SETUPS` with `--all`.
 _LIKE_OTHERS = {
   "draft_states",
@@ -99,8 +100,9 @@ _CACHES = [
 
 @slow_except("name", SHADOWED, "hybrid")
 @pytest.mark.parametrize("name", _CACHES)
-def test_nothing_holds_false_content(name, request):
-  deep, setup = request.config.getoption("--deep"), SHADOWED[name]
+def test_pages_hold_the_expected_content(name, request):
+  deep = request.config.getoption("--deep")
+  setup = SHADOWED[name]
   calls = 4_000 if deep else 400
   with setup.patched():
     user = User(setup)
@@ -114,7 +116,7 @@ def test_nothing_holds_false_content(name, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_finds(name):
+def test_planted_mistakes_are_found(name):
   planted = PLANTED[name]
   weights = WEIGHTS | dict(planted.others)
   with planted.setup.patched(), pytest.raises(FalseContent):
@@ -123,7 +125,7 @@ def test_finds(name):
       stroll(User(planted.setup, verbs), seed, _PLANTED_CALLS, weights)
 
 
-def test_names_stand_for_the_whole_past():
+def test_names_depend_on_all_earlier_tokens():
   names = Names()
   root = names.of("salt", (0, 0, 0, 0))
   text = names.continued(root, [7, 8, 7], 0)

@@ -38,19 +38,19 @@ class TestStates:
     with pytest.raises(ValueError, match=r"stack of caches of shape \(2,\)"):
       look(stack)
 
-  def test_all_that_a_verb_returned_is_refused(self, look):
-    both = jaxkv.allocate(jaxkv.init(CONFIG), TWO)
+  def test_results_of_verbs_are_refused(self, look):
+    result = jaxkv.allocate(jaxkv.init(CONFIG), TWO)
     with pytest.raises(TypeError, match=r"got tuple; unpack .* `state, out"):
-      look(both)
+      look(result)
 
   @pytest.mark.parametrize("state", [None, {}, [1]])
-  def test_what_is_no_cache_is_refused(self, look, state):
+  def test_other_objects_are_refused(self, look, state):
     text = f"`state` must be a CacheState, got {type(state).__name__}"
     with pytest.raises(TypeError, match=text):
       look(state)
 
 
-def test_a_state_that_was_donated():
+def test_donated_states_are_refused():
   state = jaxkv.init(CONFIG)
   spend = jax.jit(lambda state: jaxkv.allocate(state, TWO)[0], donate_argnums=0)
   newest = spend(state)
@@ -62,7 +62,7 @@ def test_a_state_that_was_donated():
 
 @pytest.mark.parametrize("look", [jaxkv.check, jaxkv.check_invariants])
 @pytest.mark.parametrize(
-  ("sizes", "message"),
+  ("changes", "message"),
   [
     ({"num_slots": 3}, r"state\.page_table` .* \(3, 1, 4\), got \(2, 1, 4\)"),
     ({"pages_per_slot": 5}, r"state\.page_table` .* \(2, 1, 5\), got \(2,"),
@@ -75,13 +75,13 @@ def test_a_state_that_was_donated():
     ),
   ],
 )
-def test_arrays_under_a_config_of_other_sizes(look, sizes, message):
-  other = dataclasses.replace(CONFIG, **sizes)
-  state = dataclasses.replace(jaxkv.init(CONFIG), config=other)
+def test_arrays_of_another_config_are_refused(look, changes, message):
+  other_config = dataclasses.replace(CONFIG, **changes)
+  state = dataclasses.replace(jaxkv.init(CONFIG), config=other_config)
   with pytest.raises(ValueError, match=message):
     look(state)
   with pytest.raises(ValueError, match=message):
-    jaxkv.allocate(state, [2] * other.num_slots)
+    jaxkv.allocate(state, [2] * other_config.num_slots)
 
 
 def test_sizes_are_compared_inside_vmap():
@@ -89,20 +89,20 @@ def test_sizes_are_compared_inside_vmap():
   stack = jax.tree.map(lambda x: jnp.stack([x, x]), jaxkv.init(CONFIG))
   allocate = jax.vmap(lambda state: jaxkv.allocate(state, TWO)[1].ok)
   assert allocate(stack).all()
-  other = dataclasses.replace(CONFIG, num_pages=17)
+  other_config = dataclasses.replace(CONFIG, num_pages=17)
   with pytest.raises(ValueError, match=r"`state\.pool\.ref_count` must have"):
-    allocate(dataclasses.replace(stack, config=other))
+    allocate(dataclasses.replace(stack, config=other_config))
 
 
-def test_sizes_are_a_config():
+def test_dictionaries_of_sizes_are_refused():
   with pytest.raises(TypeError, match="must be a CacheConfig, got dict"):
     jaxkv.init(dataclasses.asdict(CONFIG))
 
 
 class TestKey:
-  def test_without_one_two_caches_have_different_secrets(self):
-    one, two = jaxkv.init(CONFIG), jaxkv.init(CONFIG)
-    assert not np.any(np.asarray(one.secret) == np.asarray(two.secret))
+  def test_default_secrets_are_random(self):
+    secrets = [np.asarray(jaxkv.init(CONFIG).secret) for _ in range(2)]
+    assert not np.any(secrets[0] == secrets[1])
 
   def test_equal_keys_make_equal_secrets(self):
     """On the host, traced, and as a key of jax's or its bits."""
@@ -118,12 +118,12 @@ class TestKey:
     for state in states[1:]:
       chex.assert_trees_all_equal(state, states[0])
 
-  def test_a_batch_of_caches(self):
+  def test_batched_keys_make_different_secrets(self):
     make = jax.vmap(lambda key: jaxkv.init(CONFIG, key))
     stack = make(jax.random.split(jax.random.key(0), 3))
     assert len(np.unique(stack.secret[:, 0], axis=0)) == 3
 
-  def test_a_traced_init_needs_one(self):
+  def test_a_traced_init_needs_a_key(self):
     with pytest.raises(ValueError, match="`key` must be given under jit"):
       jax.jit(lambda: jaxkv.init(CONFIG))()
 
@@ -136,11 +136,11 @@ class TestKey:
       ("secret", TypeError, "`key` must be uint32"),
     ],
   )
-  def test_another_is_named(self, key, error, message):
+  def test_bad_keys_are_refused(self, key, error, message):
     with pytest.raises(error, match=message):
       jaxkv.init(CONFIG, key)
 
-  def test_it_is_not_printed(self):
+  def test_secrets_are_not_printed(self):
     state = jaxkv.init(CONFIG)
     words = np.asarray(state.secret).ravel().tolist()
     assert not any(str(word) in repr(state) for word in words)
@@ -148,15 +148,17 @@ class TestKey:
 
 @pytest.mark.slow
 def test_the_smallest_cache():
-  sizes = config(num_pages=2, page_size=1, num_slots=1, pages_per_slot=1)
-  state = jaxkv.init(sizes)
+  smallest_config = config(
+    num_pages=2, page_size=1, num_slots=1, pages_per_slot=1
+  )
+  state = jaxkv.init(smallest_config)
   state, _ = jaxkv.allocate(state, ints(1))
   state, _ = jaxkv.commit(state, ints([5]), ints(1))
   state, full = jaxkv.allocate(state, ints(1))
   assert full.code.tolist() == [jaxkv.Status.SLOT_FULL]
   state, _ = jaxkv.free(state, slots=ints(0))
-  found = jaxkv.match(state, ints([5, 6]), ints(2))
-  assert found.num_cached_tokens.tolist() == [1]
+  hit = jaxkv.match(state, ints([5, 6]), ints(2))
+  assert hit.num_cached_tokens.tolist() == [1]
 
 
 def test_metadata_is_small():
@@ -164,8 +166,8 @@ def test_metadata_is_small():
     num_pages=65536, page_size=16, num_slots=256, pages_per_slot=4096
   )
   state = jax.eval_shape(lambda: jaxkv.init(large, jaxkv.salt("")))
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-  assert size <= 16 * 2**20
+  num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+  assert num_bytes <= 16 * 2**20
 
 
 def test_an_error_stays_until_it_is_cleared():
@@ -184,7 +186,7 @@ def test_running_out_of_pages_is_no_error():
 
 
 @pytest.mark.parametrize(
-  ("before", "codes", "after"),
+  ("old_error", "codes", "new_error"),
   [
     (Status.OK, [Status.OK, Status.SKIPPED], Status.OK),
     (Status.OK, [Status.OK, Status.BAD_SLOT, Status.NO_ROOM], Status.BAD_SLOT),
@@ -197,14 +199,15 @@ def test_running_out_of_pages_is_no_error():
     (Status.OUT_OF_PAGES, [Status.OK], Status.OUT_OF_PAGES),
   ],
 )
-def test_which_failure_sticks(before, codes, after):
-  assert status.sticky(jnp.int32(before), ints(*codes)) == after
+def test_first_failure_except_out_of_pages_sticks(old_error, codes, new_error):
+  assert status.sticky(jnp.int32(old_error), ints(*codes)) == new_error
 
 
-def test_the_first_case_that_holds_gives_the_code():
-  negative, large = ints(-1, 5, 500) < 0, ints(-1, 5, 500) > 99
+def test_first_true_condition_gives_the_code():
+  lengths = ints(-1, 5, 500)
   code = status.first_code(
-    (negative, Status.BAD_LENGTH), (large | negative, Status.SLOT_FULL)
+    (lengths < 0, Status.BAD_LENGTH),
+    ((lengths < 0) | (lengths > 99), Status.SLOT_FULL),
   )
   assert code.tolist() == [Status.BAD_LENGTH, Status.OK, Status.SLOT_FULL]
   assert status.is_failure(code).tolist() == [True, False, True]

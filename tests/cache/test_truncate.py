@@ -63,7 +63,7 @@ def test_lengths_that_a_slot_never_had_are_refused():
 
 
 @pytest.mark.slow
-def test_rolled_back_to_where_pages_are_gone():
+def test_lengths_of_recycled_pages_are_refused():
   state, _ = jaxkv.recycle(held(10, SlidingWindow(4)))
   refused, out = jaxkv.truncate(state, ints(7))
   assert out.code.tolist() == [jaxkv.Status.RECYCLED]
@@ -74,7 +74,7 @@ def test_rolled_back_to_where_pages_are_gone():
   assert jaxkv.cached_pages(state) == [1, 2, 3, 4]
 
 
-def test_a_slot_that_is_emptied_has_left_no_page_behind():
+def test_emptied_slots_have_no_skipped_pages():
   """A window had given two pages back; the next sequence holds all of its."""
   state, _ = jaxkv.recycle(held(8, SlidingWindow(4)))
   assert table(state) == [[0, 0, 3, 4]]

@@ -31,23 +31,23 @@ class Walk:
 
   Attributes:
     manager: the manager.
-    alone: the state of the other cache; None for a walk without it.
+    device_state: the state of the second cache; None for a walk without it.
     requests: the requests that hold pages, by slot.
     num_switches: changes between host and device.
     num_hits: tokens that were found.
   """
 
   def __init__(
-    self, setup: Setup, policy: str, seed: int, *, on_host=0.5, alone=True
+    self, setup: Setup, policy: str, seed: int, *, on_host=0.5, is_paired=True
   ):
     key = np.arange(4, dtype=np.uint32) + np.uint32(seed)
     arguments = setup.arguments(policy)
     arguments.pop("watermark", None)
     self.manager = CacheManager(**arguments, max_requests=_SLOTS, key=key)
     self.config = self.manager.config
-    self.alone = None
-    if alone:
-      self.alone = jaxkv.init(self.config, jnp.asarray(key))
+    self.device_state = None
+    if is_paired:
+      self.device_state = jaxkv.init(self.config, jnp.asarray(key))
     self.requests: dict[int, Request] = {}
     self.num_switches = self.num_hits = self._count = 0
     self._on_host = on_host
@@ -108,13 +108,13 @@ class Walk:
         self._shadow.move(result.moves)
       names = dict([request]) if request and ok else {}
       released = self.manager.take(state, names)
-      gone = {one.request_id for one in self.requests.values()} - set(
+      missing_names = {req.request_id for req in self.requests.values()} - set(
         self.manager.request_ids()
       )
-      assert set(released) == gone
-    if self.alone is not None:
-      self.alone, ok_alone, outs = _run(self.alone, verbs)
-      assert ok == ok_alone
+      assert set(released) == missing_names
+    if self.device_state is not None:
+      self.device_state, device_ok, outs = _run(self.device_state, verbs)
+      assert ok == device_ok
       out = outs[-1]
     self._ok = ok
     return out if ok else None
@@ -134,19 +134,22 @@ class Walk:
     length = max(self._draws.randint(0, len(earlier)) for _ in range(2))
     tokens = earlier[:length] + self._tokens(self._draws.randint(1, 3))
     request = Request(self._name(), tokens[: self._longest - 2])
-    tokens, length = request.token_ids, request.num_tokens
+    tokens = request.token_ids
+    length = request.num_tokens
     # Vacant slots may differ in order, so the manager chooses.
     slot = self.manager._state.vacant[-1]
-    pages, found = self.manager.get_computed_pages(request)
+    pages, num_hit = self.manager.get_computed_pages(request)
 
     def call():
-      new = self.manager.allocate_slots(request, length - found, found, pages)
+      new = self.manager.allocate_slots(
+        request, length - num_hit, num_hit, pages
+      )
       return new is not None
 
     def commit(state):
       count = length - int(state.length[slot])
-      rest = self._padded(tokens[length - count :])
-      return jaxkv.commit(state, rest, [count], slots=[slot])
+      suffix = self._padded(tokens[length - count :])
+      return jaxkv.commit(state, suffix, [count], slots=[slot])
 
     self._make(
       [
@@ -160,10 +163,11 @@ class Walk:
     )
     if not self._ok:
       return
-    self.num_hits += found
-    request.num_computed_tokens, request.status = length, "running"
+    self.num_hits += num_hit
+    request.num_computed_tokens = length
+    request.status = "running"
     self.requests[slot] = request
-    self._shadow.write(self.manager, request, found)
+    self._shadow.write(self.manager, request, num_hit)
 
   def _decode(self) -> None:
     slot = self._draws.choice([*self.requests])
@@ -172,12 +176,13 @@ class Walk:
     if not room:
       self._free()
       return
-    before, count = request.num_tokens, self._draws.randint(1, min(room, 5))
+    old_length = request.num_tokens
+    count = self._draws.randint(1, min(room, 5))
     new = self._tokens(count)
     request.token_ids += new
     self._make(
       [
-        lambda state: jaxkv.recycle(state, lengths=[before], slots=[slot]),
+        lambda state: jaxkv.recycle(state, lengths=[old_length], slots=[slot]),
         lambda state: jaxkv.allocate(state, [count], slots=[slot]),
         lambda state: jaxkv.commit(
           state, self._padded(new), [count], slots=[slot]
@@ -186,10 +191,10 @@ class Walk:
       lambda: self.manager.allocate_slots(request, count) is not None,
     )
     if not self._ok:
-      del request.token_ids[before:]
+      del request.token_ids[old_length:]
       return
     request.num_computed_tokens += count
-    self._shadow.write(self.manager, request, before)
+    self._shadow.write(self.manager, request, old_length)
 
   def _free(self) -> None:
     slot = self._draws.choice([*self.requests])
@@ -286,7 +291,8 @@ def _run(
   state: jaxkv.CacheState, verbs: list[Verb]
 ) -> tuple[jaxkv.CacheState, bool, list[Any]]:
   """Runs verbs until one fails; returns the results of those that ran."""
-  outs, ok = [], True
+  outs = []
+  ok = True
   for verb in verbs:
     state, out = verb(state)
     outs.append(out)
@@ -305,25 +311,25 @@ class ShadowPages:
 
   def __init__(self, config: jaxkv.CacheConfig):
     self._sizes = [
-      0 if kind.holds_states else size
-      for kind, size in zip(config.groups, config.page_sizes, strict=True)
+      0 if group.holds_states else page_size
+      for group, page_size in zip(config.groups, config.page_sizes, strict=True)
     ]
     self._content: dict[int, dict[int, tuple[int, ...]]] = {}
     self._on_host: dict[int, dict[int, tuple[int, ...]]] = {}
 
-  def write(self, manager: CacheManager, request: Request, begin: int) -> None:
-    """Writes the K/V of a request's tokens from `begin` on."""
-    for page, place, end in self._places(manager, request):
-      if end > begin:
+  def write(self, manager: CacheManager, request: Request, start: int) -> None:
+    """Writes the K/V of a request's tokens from position `start` on."""
+    for page, row, stop_token in self._places(manager, request):
+      if stop_token > start:
         rows = self._content.setdefault(page, {})
-        rows[place] = tuple(request.token_ids[:end])
+        rows[row] = tuple(request.token_ids[:stop_token])
 
   def check(self, manager: CacheManager, request: Request) -> None:
     """Raises unless a request's pages hold its tokens."""
-    for page, place, end in self._places(manager, request):
-      held = self._content.get(page, {}).get(place)
-      assert held == tuple(request.token_ids[:end]), (
-        f"page {page} of {request.request_id}, token {end - 1}"
+    for page, row, stop_token in self._places(manager, request):
+      held_tokens = self._content.get(page, {}).get(row)
+      assert held_tokens == tuple(request.token_ids[:stop_token]), (
+        f"page {page} of {request.request_id}, token {stop_token - 1}"
       )
 
   def copy(self, copies: Any) -> None:
@@ -344,30 +350,30 @@ class ShadowPages:
         self._content[page] = dict(returned)
 
   def _places(self, manager: CacheManager, request: Request):
-    """Yields the page, the place in it and the end of each held token."""
+    """Yields the page, the row in it and the end of each held token."""
     tables = manager.get_page_ids(request.request_id)
-    for size, pages in zip(self._sizes, tables, strict=True):
-      for end in range(1, request.num_computed_tokens + 1) if size else ():
-        column, place = divmod(end - 1, size)
+    for page_size, pages in zip(self._sizes, tables, strict=True):
+      for token in range(request.num_computed_tokens if page_size else 0):
+        column, row = divmod(token, page_size)
         # The null page is behind a window.
         if pages[column]:
-          yield pages[column], place, end
+          yield pages[column], row, token + 1
 
 
 def differences(walk: Walk) -> list[str]:
   """Returns the fields in which the two caches differ."""
-  assert walk.alone is not None
-  ours, alone = _fields(walk.manager.state), _fields(walk.alone)
+  assert walk.device_state is not None
+  host_fields = _fields(walk.manager.state)
   return [
-    f"{name}: {ours[name]}, alone {value}"
-    for name, value in alone.items()
-    if ours[name] != value
+    f"{name}: {host_fields[name]}, on the device {value}"
+    for name, value in _fields(walk.device_state).items()
+    if host_fields[name] != value
   ]
 
 
 def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   """Returns all fields on which later results depend, as lists."""
-  pool, config = state.pool, state.config
+  pool = state.pool
   fields: dict[str, Any] = {
     "page_table": state.page_table,
     "num_pages": state.num_pages,
@@ -382,14 +388,15 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
     for name in jaxkv.results.Stats.names()
     if name != "failed_rows"
   }
-  held: Any = np.asarray(state.num_pages).any(axis=1)
+  is_occupied: Any = np.asarray(state.num_pages).any(axis=1)
   if state.hashes is not None and pool.index is not None:
     length = np.asarray(state.length)
-    column = np.arange(config.alignment)[None]
-    valid = (column < (length % config.alignment)[:, None]) & held[:, None]
-    fields["tail"] = np.where(valid, state.hashes.tail, 0)
-    fields["chain"] = np.asarray(state.hashes.chain)[held]
-    fields["root"] = np.asarray(state.hashes.root)[held]
+    column = np.arange(state.config.alignment)[None]
+    is_tail = column < (length % state.config.alignment)[:, None]
+    is_tail &= is_occupied[:, None]
+    fields["tail"] = np.where(is_tail, state.hashes.tail, 0)
+    fields["chain"] = np.asarray(state.hashes.chain)[is_occupied]
+    fields["root"] = np.asarray(state.hashes.root)[is_occupied]
     cached = jaxkv.cached_pages(state)
     fields["clock"] = pool.index.clock
     fields["keys and stamps"] = np.asarray(pool.index.entry)[cached, :5]

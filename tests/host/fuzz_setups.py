@@ -51,25 +51,21 @@ class Setup:
     }
 
 
-_SEVERAL = {
-  "full": FullAttention,
-  "state": Recurrent,
-  "cross": CrossAttention,
-}
+_SEVERAL = {"full": FullAttention, "state": Recurrent, "cross": CrossAttention}
 _SIZED = {"window": (SlidingWindow, "window"), "chunk": (ChunkedLocal, "chunk")}
 
 
 def _group(text: str) -> Any:
   """Parses full/4, cross/4, window6/4, chunk8/4, state/4 or state2/4."""
-  kind, _, size = text.partition("/")
-  letters = kind.rstrip("0123456789")
-  number = kind.removeprefix(letters)
+  name, _, page_size = text.partition("/")
+  letters = name.rstrip("0123456789")
+  parameter = name.removeprefix(letters)
   if letters in _SIZED:
     make, field = _SIZED[letters]
-    return make(page_size=int(size), **{field: int(number)})
-  if number:
-    return SpeculativeRecurrent(int(number), page_size=int(size))
-  return _SEVERAL[letters](page_size=int(size))
+    return make(page_size=int(page_size), **{field: int(parameter)})
+  if parameter:
+    return SpeculativeRecurrent(int(parameter), page_size=int(page_size))
+  return _SEVERAL[letters](page_size=int(page_size))
 
 
 def _setup(
@@ -83,15 +79,15 @@ def _setup(
   encoder: int = 0,
   **options: Any,
 ) -> Setup:
-  kinds = groups.split()
+  group_names = groups.split()
   # With a draft model and several page sizes, classic hits prefixes whose
   # windows are missing.
-  sizes = {kind.partition("/")[2] for kind in kinds}
+  page_sizes = {group_name.partition("/")[2] for group_name in group_names}
   classic = "prefix_retention_interval" not in options
-  classic &= len(sizes) == 1 or "use_eagle" not in options
+  classic &= len(page_sizes) == 1 or "use_eagle" not in options
   return Setup(
     name=name,
-    groups=tuple(_group(text) for text in kinds),
+    groups=tuple(_group(text) for text in group_names),
     num_pages=num_pages,
     max_model_len=max_model_len,
     options=options,

@@ -48,7 +48,8 @@ class Trace:
   """
 
   def __init__(self, setup: Setup, side: Any, seed: str):
-    self.setup, self.side = setup, side
+    self.setup = setup
+    self.side = side
     self.draws = random.Random(seed)
     self.waiting: list[str] = []
     self.running: list[str] = []
@@ -78,8 +79,8 @@ class Trace:
   def _length(self, limit: int) -> int:
     """Draws a length from 1 to `limit`, often a multiple of a page."""
     length = self.draws.randint(1, limit)
-    size = self.draws.choice(self.setup.groups).page_size
-    aligned = length // size * size
+    page_size = self.draws.choice(self.setup.groups).page_size
+    aligned = length // page_size * page_size
     return aligned if aligned and self._chance(50) else length
 
   def _request(self, name: str) -> Any:
@@ -124,9 +125,11 @@ class Trace:
 
   def _run(self) -> Steps:
     """Schedules running requests; returns True if one was preempted."""
-    self.scheduled, preempted, place = {}, False, 0
-    while place < len(self.running):
-      name = self.running[place]
+    self.scheduled = {}
+    preempted = False
+    index = 0
+    while index < len(self.running):
+      name = self.running[index]
       new, drafts = self._new_tokens(name)
       arguments = {
         "num_new_tokens": new,
@@ -140,7 +143,7 @@ class Trace:
         yield from self._preempt(self.running[-1])
       if name in self.running:
         yield from self._schedule(name, new, drafts)
-        place += 1
+        index += 1
     return preempted
 
   def _new_tokens(self, name: str) -> tuple[int, int]:
@@ -193,7 +196,7 @@ class Trace:
       self.refused = 0
 
   def _try(self, name: str) -> Steps:
-    """Looks up and allocates a request; returns None if there is no room."""
+    """Looks up and allocates a request; returns None without enough pages."""
     request = self._request(name)
     arguments: dict[str, Any] = {
       "num_lookahead_tokens": self.setup.drafts if self._chance(80) else 0,
@@ -210,8 +213,8 @@ class Trace:
       external = self._external(request.num_tokens - hit)
     if external < 0:
       return (yield from self._load(name, arguments, hit - external))
-    before = request.num_computed_tokens + hit + external
-    remaining = request.num_tokens - before
+    num_cached = request.num_computed_tokens + hit + external
+    remaining = request.num_tokens - num_cached
     new = remaining if self._chance(50) else self._length(remaining)
     arguments |= {
       "num_new_tokens": new,
@@ -221,7 +224,9 @@ class Trace:
     if answer is not None:
       self.waiting.remove(name)
       self.running.append(name)
-      yield from self._schedule(name, before - request.num_computed_tokens, 0)
+      yield from self._schedule(
+        name, num_cached - request.num_computed_tokens, 0
+      )
       yield from self._schedule(name, new, 0)
     return answer
 

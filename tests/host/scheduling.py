@@ -32,12 +32,8 @@ def hybrid(make: Any, **options: Any) -> Any:
 
 def filled(cache: Any) -> Any:
   """Fills three pages of each group; returns a request with the same prefix."""
-  first = request("0", [*range(12), *range(100, 103)])
-  assert admit(cache, first)[1] == [
-    [1, 2, 3, 4],
-    [5, 6, 7, 8],
-    [9, 10, 11, 12],
-  ]
+  req = request("0", [*range(12), *range(100, 103)])
+  assert admit(cache, req)[1] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
   return request("1", [*range(12), *range(200, 202)])
 
 
@@ -107,8 +103,10 @@ def running(name="a", **fields):
 @contextlib.contextmanager
 def unchanged(cache):
   """Checks that the block does not change the manager's state."""
-  before = jax.tree.map(np.array, cache.state)
+  old_state = jax.tree.map(np.array, cache.state)
   pages = [cache.get_page_ids(name) for name in "abc"]
   yield
-  chex.assert_trees_all_equal(jax.device_get(cache.state), before, strict=True)
+  chex.assert_trees_all_equal(
+    jax.device_get(cache.state), old_state, strict=True
+  )
   assert pages == [cache.get_page_ids(name) for name in "abc"]

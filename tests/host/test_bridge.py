@@ -65,7 +65,7 @@ _LIKE_OTHERS = {
   ],
   ids="-".join,
 )
-def test_equals_a_cache_that_never_leaves_the_device(pair, pytestconfig):
+def test_states_equal_those_of_a_cache_on_the_device(pair, pytestconfig):
   """Random steps on the host or by verbs; see `bridge_walk`."""
   deep = pytestconfig.getoption("deep")
   walk = Walk(SETUPS[pair[0]], pair[1], seed=0)
@@ -80,7 +80,7 @@ def test_equals_a_cache_that_never_leaves_the_device(pair, pytestconfig):
 def test_pages_hold_the_tokens_of_their_readers(pair):
   """Many host calls, few of them by verbs, over a shadow memory."""
   walks = [
-    Walk(SETUPS[pair[0]], pair[1], seed, on_host=0.97, alone=False)
+    Walk(SETUPS[pair[0]], pair[1], seed, on_host=0.97, is_paired=False)
     for seed in range(5)
   ]
   for walk in walks:
@@ -100,17 +100,18 @@ def test_pages_hold_the_tokens_of_their_readers(pair):
   ],
 )
 def test_events_mirror_the_index(name):
-  """Whether the host or a loop made a change; contents of both memories."""
+  """Events count the keys of both memories after changes of either side."""
   setup = SETUPS[name]
   options = setup.options | {"num_events": 500}
   setup = dataclasses.replace(setup, options=options)
-  walk = Walk(setup, "current", seed=0, alone=False)
-  keys, seen = collections.Counter(), set()
+  walk = Walk(setup, "current", seed=0, is_paired=False)
+  keys = collections.Counter()
+  event_types = set()
   while walk.num_switches < _SWITCHES:
     step = walk.step()
     events, num_lost = walk.manager.take_events()
     for event in events:
-      seen.add(type(event))
+      event_types.add(type(event))
       if isinstance(event, jaxkv.host.Cleared):
         keys.clear()
       else:
@@ -120,7 +121,7 @@ def test_events_mirror_the_index(name):
     assert num_lost == 0
     assert +keys == collections.Counter(cached), step
     assert min(keys.values(), default=0) >= 0, step
-  assert seen >= {jaxkv.host.Stored, jaxkv.host.Removed}
+  assert event_types >= {jaxkv.host.Stored, jaxkv.host.Removed}
 
 
 @pytest.fixture
@@ -167,42 +168,42 @@ def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
 
     return jax.lax.scan(step, state, tokens)[0]
 
-  one = request("a", range(9), num_computed_tokens=9, status="running")
+  req = request("a", range(9), num_computed_tokens=9, status="running")
   # From here on the manager knows the request by this object.
-  cache.allocate_slots(one, 1)
+  cache.allocate_slots(req, 1)
   state = loop(cache.state)
-  one.token_ids += tokens.tolist()
-  one.num_computed_tokens = 16
+  req.token_ids += tokens.tolist()
+  req.num_computed_tokens = 16
   assert cache.take(state) == []
   jaxkv.check(cache.state)
-  again = request("c", [*one.token_ids, 1])
-  assert hit_of(cache, again) == ([cache.get_page_ids("a")[0][:4]], 16)
-  assert decode(cache, one, [30, 31]) is not None
+  repeat = request("c", [*req.token_ids, 1])
+  assert hit_of(cache, repeat) == ([cache.get_page_ids("a")[0][:4]], 16)
+  assert decode(cache, req, [30, 31]) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_sizes", [(4,), (8, 4)], ids=str)
-def test_tokens_that_a_loop_replaces(page_sizes):
+def test_pages_of_replaced_tokens_get_new_keys(page_sizes):
   """Their pages get the keys of the new tokens, not of the old ones."""
-  groups = [FullAttention(page_size=size) for size in page_sizes]
+  groups = [FullAttention(page_size=page_size) for page_size in page_sizes]
   cache = CacheManager(40, groups, 64, key=KEY)
-  one = request("a", range(15))
-  admit(cache, one)
+  req = request("a", range(15))
+  admit(cache, req)
   slot = np.flatnonzero(np.asarray(cache.state.num_pages)[:, 0]).tolist()
   new = [*range(20, 26)]
   state, _ = jaxkv.truncate(cache.state, [9], slots=slot)
   state, _ = jaxkv.allocate(state, [6], slots=slot)
   state, _ = jaxkv.commit(state, [new], [6], slots=slot)
-  one.token_ids[9:] = new
+  req.token_ids[9:] = new
   assert cache.take(state) == []
-  assert decode(cache, one, [26]) is not None
-  assert hit_of(cache, request("b", [*one.token_ids, 1]))[1] == 16
+  assert decode(cache, req, [26]) is not None
+  assert hit_of(cache, request("b", [*req.token_ids, 1]))[1] == 16
   # The third page never held these tokens.
-  mixed = [*range(12), *one.token_ids[12:], 1]
+  mixed = [*range(12), *req.token_ids[12:], 1]
   assert hit_of(cache, request("c", mixed))[1] == 8
   state = cache.state
   jaxkv.check(state)
-  prompts = np.asarray([[*one.token_ids, 1], mixed])
+  prompts = np.asarray([[*req.token_ids, 1], mixed])
   match = jaxkv.match(state, prompts, [17, 17])
   assert match.num_cached_tokens.tolist() == [16, 8]
 
@@ -238,10 +239,10 @@ def test_statistics_after_an_older_state():
   cache = single(CacheManager, key=KEY, track_residency=True, max_requests=10)
   admit(cache, request("a", range(9)))
   cache.free(request("a", []))
-  before = cache.state
+  old_state = cache.state
   admit(cache, request("z", range(200, 236)))
   assert sum(cache.make_prefix_cache_stats().lifetime) > 0
-  cache.take(before)
+  cache.take(old_state)
   stats = cache.make_prefix_cache_stats()
   assert sum(stats.lifetime) == sum(stats.idle) == 0
 
@@ -257,22 +258,23 @@ def test_ages_after_a_loop():
 
 
 def test_events_of_a_loop(cache):
-  """What a loop published in a slot that it freed has no group or parent."""
+  """Pages that a loop published in a freed slot have no group or parent."""
   cache = single(CacheManager, key=KEY, num_events=16, max_requests=10)
-  one = request("a", range(9))
-  admit(cache, one)
-  first, second = cache.take_events().events
-  ended, new = [*range(40, 49)], [*range(20, 27)]
+  req = request("a", range(9))
+  admit(cache, req)
+  first_event, second_event = cache.take_events().events
+  ended = [*range(40, 49)]
+  new = [*range(20, 27)]
   state, _ = jaxkv.admit(cache.state, [1], [ended], [9])
   state, _ = jaxkv.commit(state, [ended], [9], slots=[1])
   state, _ = jaxkv.free(state, slots=[1])
   state, _ = jaxkv.allocate(state, [7], slots=[0])
   state, _ = jaxkv.commit(state, [new], [7], slots=[0])
-  state, _ = jaxkv.evict(state, [first.page])
-  one.token_ids.extend(new)
+  state, _ = jaxkv.evict(state, [first_event.page])
+  req.token_ids.extend(new)
   cache.take(state)
   removed, *stored = cache.take_events().events
-  assert removed == (first.page, 0, first.key)
+  assert removed == (first_event.page, 0, first_event.key)
   tokens = [(40, 41, 42, 43), (44, 45, 46, 47), (8, 20, 21, 22), tuple(new[3:])]
   assert [event.tokens for event in stored] == tokens
   keys = cache.pages.keys([event.page for event in stored])
@@ -281,8 +283,8 @@ def test_events_of_a_loop(cache):
   assert [(e.group, e.parent, e.root) for e in stored] == [
     unknown,
     unknown,
-    (0, second.key, first.root),
-    (0, stored[2].key, first.root),
+    (0, second_event.key, first_event.root),
+    (0, stored[2].key, first_event.root),
   ]
   # The manager evicts a page of which only the key is known.
   cache.evict_pages([stored[0].page])
@@ -290,17 +292,17 @@ def test_events_of_a_loop(cache):
 
 
 @pytest.mark.parametrize(
-  ("kind", "options"),
+  ("group", "options"),
   [
     (CrossAttention(page_size=4), {"enable_caching": False}),
     (SpeculativeRecurrent(2, page_size=4), {}),
   ],
 )
-def test_groups_that_no_device_has(kind, options):
+def test_managers_of_host_groups_have_no_state(group, options):
   """Their pages can be managed, but not as a value."""
-  cache = CacheManager(12, [FullAttention(page_size=4), kind], 32, **options)
+  cache = CacheManager(12, [FullAttention(page_size=4), group], 32, **options)
   assert admit(cache, request("a", range(5)))[1] is not None
-  name = type(kind).__name__
+  name = type(group).__name__
   with pytest.raises(ValueError, match=rf"a device has for `state`.*{name}"):
     _ = cache.state
 
@@ -340,15 +342,16 @@ def test_take_returns_the_requests_that_ended(cache):
 
 
 def test_an_older_state_is_taken(cache):
-  """What the manager did since is lost, and its clock goes back."""
-  before, queue = cache.state, cache.free_queue()
+  """Later calls of the manager are lost, and its clock goes back."""
+  old_state = cache.state
+  queue = cache.free_queue()
   admit(cache, request("later", range(60, 75)))
-  assert cache.take(before) == ["later"]
+  assert cache.take(old_state) == ["later"]
   assert cache.free_queue() == queue
-  again = cache.state
-  assert again.pool.index.clock == before.pool.index.clock
-  assert again.stats.published_pages == before.stats.published_pages
-  jaxkv.check(again)
+  state = cache.state
+  assert state.pool.index.clock == old_state.pool.index.clock
+  assert state.stats.published_pages == old_state.stats.published_pages
+  jaxkv.check(state)
 
 
 def test_new_slots_are_named(cache):
@@ -387,10 +390,10 @@ def test_new_slots_are_named(cache):
   ],
 )
 def test_states_that_are_refused(cache, change, message):
-  before = cache.free_queue(), cache.get_page_ids("a")
+  old_pages = cache.free_queue(), cache.get_page_ids("a")
   with pytest.raises((TypeError, ValueError), match=message):
     cache.take(change(cache.state))
-  assert (cache.free_queue(), cache.get_page_ids("a")) == before
+  assert (cache.free_queue(), cache.get_page_ids("a")) == old_pages
 
 
 def test_tokens_of_a_request_that_are_refused(cache):
@@ -400,16 +403,16 @@ def test_tokens_of_a_request_that_are_refused(cache):
   state, _ = jaxkv.commit(state, [[*range(7)]], [7], slots=[slot])
   with pytest.raises(ValueError, match="'a' must have the 16 tokens"):
     cache.take(state)
-  other = request("a", [*range(9), *range(50, 57)])
+  other_req = request("a", [*range(9), *range(50, 57)])
   with pytest.raises(ValueError, match="'a' must begin with the tokens"):
-    cache.take(state, {slot: other})
+    cache.take(state, {slot: other_req})
   salted = request("a", [*range(9), *range(7)], cache_salt="other")
   with pytest.raises(ValueError, match="a request with the salt of slot"):
     cache.take(state, {slot: salted})
   with pytest.raises(
     ValueError, match=r"must name slots with pages, .* \[11\]"
   ):
-    cache.take(state, {11: other})
+    cache.take(state, {11: other_req})
 
 
 def test_a_kind_that_needs_a_device_is_refused_by_name():
@@ -427,18 +430,18 @@ class TestItems:
   @staticmethod
   def _begun(**items):
     cache = CacheManager(11, [FullAttention(page_size=8)], 64, key=KEY)
-    one = request("a", range(6), **items)
-    admit(cache, one)
-    return cache, one
+    req = request("a", range(6), **items)
+    admit(cache, req)
+    return cache, req
 
   @staticmethod
-  def _take_longer(cache, one, tokens):
+  def _take_longer(cache, req, tokens):
     """Takes a state to which a loop appended tokens."""
     count = [len(tokens)]
     state, _ = jaxkv.allocate(cache.state, count, slots=[0])
     state, _ = jaxkv.commit(state, [tokens], count, slots=[0])
-    one.token_ids.extend(tokens)
-    one.num_computed_tokens += len(tokens)
+    req.token_ids.extend(tokens)
+    req.num_computed_tokens += len(tokens)
     assert cache.take(state) == []
 
   @pytest.mark.parametrize("tokens", [[7], [7, 8], [7, 8, 9, 10, 11, 12, 13]])
@@ -451,21 +454,21 @@ class TestItems:
     ids=["image", "embeddings"],
   )
   def test_a_loop_appends_tokens_to_their_last_page(self, items, tokens):
-    cache, one = self._begun(**items)
-    self._take_longer(cache, one, tokens)
+    cache, req = self._begun(**items)
+    self._take_longer(cache, req, tokens)
     # A second loop and the host continue.
-    self._take_longer(cache, one, [20])
-    assert decode(cache, one, [21, 22, 23, 24]) is not None
+    self._take_longer(cache, req, [20])
+    assert decode(cache, req, [21, 22, 23, 24]) is not None
     jaxkv.check(cache.state)
 
   def test_a_loop_must_not_commit_an_image(self):
-    cache, one = self._begun(mm=[MultimodalItem("cat", 5, 3)])
+    cache, req = self._begun(mm=[MultimodalItem("cat", 5, 3)])
     with pytest.raises(ValueError, match="must begin with the tokens"):
-      self._take_longer(cache, one, [7, 8])
+      self._take_longer(cache, req, [7, 8])
 
   def test_the_first_tokens_of_a_page_are_masked(self):
     """A mask of one token is too short to tell images apart."""
-    cache, one = self._begun(mm=[MultimodalItem("cat", 8, 1)])
-    assert decode(cache, one, [6, 7, 8]) is not None
+    cache, req = self._begun(mm=[MultimodalItem("cat", 8, 1)])
+    assert decode(cache, req, [6, 7, 8]) is not None
     with pytest.raises(ValueError, match="must begin with the tokens"):
-      self._take_longer(cache, one, [9])
+      self._take_longer(cache, req, [9])

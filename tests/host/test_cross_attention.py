@@ -22,22 +22,23 @@ class TestManager:
   def test_a_transcription(self):
     """Two recordings are transcribed, one after the other ends."""
     cache = manager()
-    one, two = Request("one", [1, 2, 3]), Request("two", [4] * 5)
-    assert admit(cache, one, num_encoder_tokens=30)[1] == [
+    req_a = Request("one", [1, 2, 3])
+    req_b = Request("two", [4] * 5)
+    assert admit(cache, req_a, num_encoder_tokens=30)[1] == [
       [1],
       [2, 3, 4, 5, 6, 7, 8, 9],
     ]
     # Later calls name no encoder tokens, and add no such page.
-    assert decode(cache, one, [5, 6]) == [[10], []]
-    assert admit(cache, two, num_encoder_tokens=30)[1] is None
-    assert admit(cache, two, num_encoder_tokens=9)[1] == [
+    assert decode(cache, req_a, [5, 6]) == [[10], []]
+    assert admit(cache, req_b, num_encoder_tokens=30)[1] is None
+    assert admit(cache, req_b, num_encoder_tokens=9)[1] == [
       [11, 12],
       [13, 14, 15],
     ]
-    assert cache.step([one, two], 1)[1].get_page_ids() == ([], [])
+    assert cache.step([req_a, req_b], 1)[1].get_page_ids() == ([], [])
     assert cache.get_num_common_prefix_pages("one") == [0, 0]
-    cache.free(two)
-    cache.free(one)
+    cache.free(req_b)
+    cache.free(req_a)
     # Without keys all go to the front, group by group, the last page first.
     assert cache.free_queue()[:10] == [9, 8, 7, 6, 5, 4, 3, 2, 10, 1]
     assert cache.num_free_pages == 15
@@ -64,14 +65,14 @@ class TestManager:
     with pytest.raises(ValueError, match=text):
       manager(**options)
 
-  def test_bad_numbers(self):
+  def test_bad_counts_of_encoder_tokens(self):
     cache = manager()
     for count, text in ((31, "at most 30"), (-1, "num_encoder_tokens.* -1")):
       with pytest.raises(ValueError, match=text):
         cache.allocate_slots(Request("x", [1]), 1, num_encoder_tokens=count)
     assert cache.num_free_pages == 15
 
-  def test_managers_without_such_a_group(self):
+  def test_other_managers_refuse_encoder_tokens(self):
     with pytest.raises(ValueError, match="max_encoder_tokens` must be None"):
       CacheManager(16, [FULL], 24, max_encoder_tokens=5)
     cache = CacheManager(16, [FULL], 24)

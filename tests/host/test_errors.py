@@ -25,10 +25,10 @@ LONG = request("long", range(70))
 def cache():
   """Request a runs, b was freed and is cached, 7 of 10 pages are free."""
   cache = single(CacheManager)
-  one, other = request("a", range(9)), request("b", range(100, 110))
-  admit(cache, one)
-  admit(cache, other)
-  cache.free(other)
+  admit(cache, request("a", range(9)))
+  req = request("b", range(100, 110))
+  admit(cache, req)
+  cache.free(req)
   assert (cache.num_free_pages, cache.cached_page_ids()) == (7, {1, 2, 4, 5})
   return cache
 
@@ -46,7 +46,7 @@ def cache():
     ({"num_external_computed_tokens": 64}, "'new' must have .* got 65"),
   ],
 )
-def test_counts(cache, arguments, text):
+def test_bad_counts_are_refused(cache, arguments, text):
   with unchanged(cache), pytest.raises(ValueError, match=text):
     cache.allocate_slots(NEW, **{"num_new_tokens": 1, **arguments})
   assert admit(cache, request("new", range(9))) == ([[1, 2]], [[6]])
@@ -73,15 +73,15 @@ def test_unknown_requests(cache):
     assert cache.get_num_common_prefix_pages("new") == [0]
 
 
-def test_freed_twice(cache):
-  one = running()
-  cache.free(one)
+def test_requests_may_be_freed_twice(cache):
+  req = running()
+  cache.free(req)
   with unchanged(cache):
-    cache.free(one)
+    cache.free(req)
     with pytest.raises(KeyError, match="a"):
-      cache.cache_pages(one, 9)
+      cache.cache_pages(req, 9)
     with pytest.raises(KeyError, match="a"):
-      cache.step([one])
+      cache.step([req])
 
 
 def test_hits_for_a_request_that_runs(cache):
@@ -115,7 +115,7 @@ def test_hits_for_a_request_that_runs(cache):
     )
   ],
 )
-def test_hits_that_no_lookup_found(cache, pages, tokens):
+def test_hits_of_no_lookup_are_refused(cache, pages, tokens):
   with unchanged(cache), pytest.raises(ValueError, match="'new'"):
     cache.allocate_slots(NEW, 1, tokens, pages)
   assert admit(cache, request("new", range(9))) == ([[1, 2]], [[6]])
@@ -131,7 +131,7 @@ def test_hits_that_no_lookup_found(cache, pages, tokens):
     (([1],), TypeError, "'new' must be CachePages or None, got"),
   ],
 )
-def test_hits_that_are_no_pages(cache, pages, error, message):
+def test_hits_of_bad_types_are_refused(cache, pages, error, message):
   with unchanged(cache), pytest.raises(error, match=message):
     cache.allocate_slots(NEW, 1, 4, pages)
 
@@ -144,34 +144,34 @@ def test_a_null_page_is_no_hit(cache):
 
 def test_running_requests_are_a_list(cache):
   with unchanged(cache), pytest.raises(TypeError, match="must be a list of"):
-    cache.step(one for one in [running()])
+    cache.step(req for req in [running()])
 
 
 @pytest.mark.parametrize("salt", ["a", None])
 def test_hits_under_another_salt(cache, salt):
-  first = request("c", range(9), cache_salt=None if salt else "a")
-  admit(cache, first)
-  found, tokens = cache.get_computed_pages(first)
-  other = request("new", range(9), cache_salt=salt)
+  req = request("c", range(9), cache_salt=None if salt else "a")
+  admit(cache, req)
+  hit_pages, tokens = cache.get_computed_pages(req)
+  other_req = request("new", range(9), cache_salt=salt)
   with unchanged(cache), pytest.raises(ValueError, match="'new'"):
-    cache.allocate_slots(other, 1, tokens, found)
+    cache.allocate_slots(other_req, 1, tokens, hit_pages)
 
 
 def test_a_hit_that_is_no_longer_cached(cache):
-  found, tokens = cache.get_computed_pages(request("b", range(100, 110)))
+  hit_pages, tokens = cache.get_computed_pages(request("b", range(100, 110)))
   holder = request("c", range(500, 528))
   admit(cache, holder)
   cache.free(holder)
   with unchanged(cache), pytest.raises(ValueError, match="'b'"):
-    cache.allocate_slots(request("b", range(100, 110)), 2, tokens, found)
+    cache.allocate_slots(request("b", range(100, 110)), 2, tokens, hit_pages)
 
 
 @pytest.mark.parametrize("computed", [-5, 9])
 def test_computed_tokens_of_a_newcomer(cache, computed):
-  one = request("new", range(12), num_computed_tokens=computed)
+  req = request("new", range(12), num_computed_tokens=computed)
   text = f"num_computed_tokens.* {computed}"
   with unchanged(cache), pytest.raises(ValueError, match=text):
-    cache.allocate_slots(one, 6)
+    cache.allocate_slots(req, 6)
 
 
 @pytest.mark.parametrize("count", [1.5, "1", None])
@@ -203,7 +203,7 @@ def test_counts_are_ints(cache, count):
     ({"num_new_tokens": [2**32 + 1]}, "below 2..31, got 4294967297"),
   ],
 )
-def test_step(cache, arguments, text):
+def test_bad_steps_are_refused(cache, arguments, text):
   with unchanged(cache), pytest.raises(ValueError, match=text):
     cache.step([running()], **arguments)
 
@@ -226,7 +226,7 @@ def test_deferred_pages_are_given_back_once(cache):
     cache.free_pages(None)
 
 
-def test_what_was_not_asked_for_is_not_kept(cache):
+def test_readings_that_are_off_are_refused(cache):
   with unchanged(cache):
     with pytest.raises(ValueError, match="`num_events` must be at least 1"):
       cache.take_events()
@@ -234,7 +234,7 @@ def test_what_was_not_asked_for_is_not_kept(cache):
       cache.take_new_page_ids()
 
 
-def test_step_of_nothing(cache):
+def test_empty_steps_change_nothing(cache):
   with unchanged(cache):
     assert cache.step([]) == []
 
@@ -256,7 +256,7 @@ def test_evicted_pages_exist(cache, pages):
     cache.evict_pages(pages)
 
 
-def test_evicting_what_is_not_cached(cache):
+def test_uncached_pages_are_not_evicted(cache):
   with unchanged(cache):
     cache.evict_pages([])
     cache.evict_pages([0, 3, 10])
@@ -264,7 +264,7 @@ def test_evicting_what_is_not_cached(cache):
   assert cache.cached_page_ids() == {1, 2, 5}
 
 
-def test_too_few_pages_are_no_error(cache):
+def test_too_few_pages_return_none(cache):
   with unchanged(cache):
     assert cache.allocate_slots(request("c", range(40)), 40) is None
     assert cache.allocate_slots(running(), 40) is None
@@ -277,7 +277,7 @@ def test_bad_numbers_of_scratch_pages(count):
     SpeculativeRecurrent(count, page_size=4)
 
 
-def test_an_encoder_alone():
+def test_cross_attention_alone_is_refused():
   groups = [CrossAttention(page_size=4)]
   with pytest.raises(ValueError, match="group for the sequences' own tokens"):
     CacheManager(12, groups, 24, enable_caching=False)
@@ -285,19 +285,19 @@ def test_an_encoder_alone():
 
 def test_more_requests_than_slots():
   cache = single(CacheManager, max_requests=1)
-  one = request("a", range(9))
-  admit(cache, one)
-  other = request("b", range(9))
+  req_a = request("a", range(9))
+  admit(cache, req_a)
+  req_b = request("b", range(9))
   with unchanged(cache), pytest.raises(RuntimeError, match="max_requests"):
-    cache.allocate_slots(other, 9)
-  cache.free(one)
-  assert admit(cache, other) == ([[1, 2]], [[3]])
+    cache.allocate_slots(req_b, 9)
+  cache.free(req_a)
+  assert admit(cache, req_b) == ([[1, 2]], [[3]])
 
 
 def test_more_requests_than_pages(cache):
   cache.free(running())
-  for number in range(10):
-    assert cache.allocate_slots(request(str(number), [number]), 1)
+  for token in range(10):
+    assert cache.allocate_slots(request(str(token), [token]), 1)
   with unchanged(cache):
     assert cache.allocate_slots(request("c", [11]), 1) is None
 
@@ -358,19 +358,15 @@ def test_more_requests_than_pages(cache):
     ({"offload_policy": "often"}, ValueError, "offload_policy.*'often'"),
   ],
 )
-def test_options(change, error, text):
+def test_bad_options_are_refused(change, error, text):
   options = {"num_pages": 11, "groups": [FULL], "max_model_len": 64, **change}
   with pytest.raises(error, match=text):
     CacheManager(**options)
 
 
-def test_no_retention_is_no_error_of_full_attention():
-  assert (
-    CacheManager(
-      11, [FULL], 64, prefix_retention_interval=0
-    ).config.prefix_retention_interval
-    == 0
-  )
+def test_full_attention_accepts_retention_zero():
+  cache = CacheManager(11, [FULL], 64, prefix_retention_interval=0)
+  assert cache.config.prefix_retention_interval == 0
 
 
 def test_retention_of_chunks_is_refused():
@@ -381,13 +377,13 @@ def test_retention_of_chunks_is_refused():
 
 def test_a_failed_call_leaves_the_request_alone(cache):
   """The scheduler's counts are its own."""
-  one = running()
-  before = vars(one).copy()
+  req = running()
+  old_fields = vars(req).copy()
   with pytest.raises(ValueError, match="'a'"):
-    cache.allocate_slots(one, 60)
-  assert vars(one) == before
+    cache.allocate_slots(req, 60)
+  assert vars(req) == old_fields
 
 
-def test_groups_that_are_not_zeroed_exist(cache):
+def test_unknown_groups_to_skip_are_refused(cache):
   with unchanged(cache), pytest.raises(ValueError, match="skip_zeroing"):
     cache.allocate_slots(NEW, 9, skip_zeroing_group_ids=[1])

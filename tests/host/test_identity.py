@@ -35,7 +35,7 @@ def cache():
 
 
 def of_vllm(**fields):
-  """A request with the attributes of vLLM's, all that it reads besides."""
+  """A request with all attributes of vLLM's that a manager reads."""
   defaults = {
     "request_id": "again",
     "all_token_ids": TOKENS,
@@ -50,15 +50,15 @@ def of_vllm(**fields):
   return types.SimpleNamespace(**defaults | fields)
 
 
-def adapter(name="a", path="/a", number=1):
+def adapter(name="a", path="/a", lora_id=1):
   return types.SimpleNamespace(
-    lora_name=name, lora_path=path, lora_int_id=number
+    lora_name=name, lora_path=path, lora_int_id=lora_id
   )
 
 
 def feature(identifier, offset, length):
-  place = types.SimpleNamespace(offset=offset, length=length)
-  return types.SimpleNamespace(identifier=identifier, mm_position=place)
+  position = types.SimpleNamespace(offset=offset, length=length)
+  return types.SimpleNamespace(identifier=identifier, mm_position=position)
 
 
 EMBEDS = np.random.default_rng(0).normal(size=(17, 3)).astype(np.float32)
@@ -66,12 +66,12 @@ OTHER_END = EMBEDS + np.eye(17, 3, -9, dtype=np.float32)
 """Other embeddings from position 9 on."""
 
 
-def found(cache, first, second):
-  """Tokens found of a request after another one ran and went."""
-  first.request_id = "first"
-  admit(cache, Admitted(first))
-  cache.free(first)
-  return cache.get_computed_pages(second)[1]
+def num_hit_tokens(cache, first_req, second_req):
+  """Tokens of the second request that it finds after the first one ended."""
+  first_req.request_id = "first"
+  admit(cache, Admitted(first_req))
+  cache.free(first_req)
+  return cache.get_computed_pages(second_req)[1]
 
 
 class Admitted:
@@ -89,20 +89,22 @@ class Admitted:
     setattr(self.inner, name, value)
 
 
+ADAPTER = {"lora_request": adapter()}
+CAT = {"mm_features": [feature("cat", 5, 3)]}
+CAT_SOMEWHERE = {"mm_features": [types.SimpleNamespace(mm_hash="cat")]}
+DOG_SOMEWHERE = {"mm_features": [types.SimpleNamespace(mm_hash="dog")]}
+EMBEDDED = {"prompt_embeds": EMBEDS}
+
+
 @pytest.mark.parametrize(
-  ("first", "second", "tokens"),
+  ("first_fields", "second_fields", "tokens"),
   [
     pytest.param({}, {}, 16, id="nothing"),
-    pytest.param({"lora_request": adapter()}, {}, 0, id="an adapter"),
-    pytest.param({}, {"lora_request": adapter()}, 0, id="an adapter later"),
+    pytest.param(ADAPTER, {}, 0, id="an adapter"),
+    pytest.param({}, ADAPTER, 0, id="an adapter later"),
+    pytest.param(ADAPTER, ADAPTER, 16, id="the same adapter"),
     pytest.param(
-      {"lora_request": adapter()},
-      {"lora_request": adapter()},
-      16,
-      id="the same adapter",
-    ),
-    pytest.param(
-      {"lora_request": adapter()},
+      ADAPTER,
       {"lora_request": adapter(path="/b")},
       0,
       id="an adapter of another path",
@@ -113,14 +115,9 @@ class Admitted:
       0,
       id="an adapter named as a salt",
     ),
+    pytest.param(CAT, CAT, 16, id="the same image"),
     pytest.param(
-      {"mm_features": [feature("cat", 5, 3)]},
-      {"mm_features": [feature("cat", 5, 3)]},
-      16,
-      id="the same image",
-    ),
-    pytest.param(
-      {"mm_features": [feature("cat", 5, 3)]},
+      CAT,
       {"mm_features": [feature("dog", 5, 3)]},
       4,
       id="another image in the second page",
@@ -132,42 +129,35 @@ class Admitted:
       id="another image of one token",
     ),
     pytest.param(
-      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
-      {"mm_features": [types.SimpleNamespace(mm_hash="dog")]},
-      0,
-      id="another image nobody knows where",
+      CAT_SOMEWHERE, DOG_SOMEWHERE, 0, id="another image of unknown position"
     ),
     pytest.param(
-      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
-      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
-      16,
-      id="the same image nobody knows where",
+      CAT_SOMEWHERE, CAT_SOMEWHERE, 16, id="the same image of unknown position"
     ),
+    pytest.param(EMBEDDED, EMBEDDED, 16, id="embeddings"),
     pytest.param(
-      {"prompt_embeds": EMBEDS}, {"prompt_embeds": EMBEDS}, 16, id="embeddings"
-    ),
-    pytest.param(
-      {"prompt_embeds": EMBEDS},
+      EMBEDDED,
       {"prompt_embeds": jnp.asarray(EMBEDS)},
       16,
       id="embeddings of jax",
     ),
     pytest.param(
-      {"prompt_embeds": EMBEDS},
+      EMBEDDED,
       {"prompt_embeds": OTHER_END},
       8,
       id="other embeddings from the third page on",
     ),
-    pytest.param(
-      {"prompt_embeds": EMBEDS}, {}, 0, id="embeddings in place of tokens"
-    ),
+    pytest.param(EMBEDDED, {}, 0, id="embeddings in place of tokens"),
     pytest.param({"cache_salt": b""}, {}, 0, id="an empty salt of bytes"),
     pytest.param({"cache_salt": "a"}, {"cache_salt": b"a"}, 0, id="its type"),
     pytest.param({"cache_salt": ""}, {}, 16, id="an empty salt as in vLLM"),
   ],
 )
-def test_told_apart(cache, first, second, tokens):
-  assert found(cache, of_vllm(**first), of_vllm(**second)) == tokens
+def test_hits_end_before_other_contents(
+  cache, first_fields, second_fields, tokens
+):
+  first_req = of_vllm(**first_fields)
+  assert num_hit_tokens(cache, first_req, of_vllm(**second_fields)) == tokens
 
 
 @pytest.mark.parametrize(
@@ -180,11 +170,11 @@ def test_told_apart(cache, first, second, tokens):
     },
   ],
 )
-def test_whose_prompt_is_computed_whole(cache, fields):
+def test_requests_that_skip_the_cache_are_found_by_others(cache, fields):
   """It finds nothing, and is found by others."""
-  one = of_vllm(**fields)
-  assert found(cache, of_vllm(), one) == 0
-  assert found(cache, one, of_vllm()) == 16
+  req = of_vllm(**fields)
+  assert num_hit_tokens(cache, of_vllm(), req) == 0
+  assert num_hit_tokens(cache, req, of_vllm()) == 16
 
 
 @pytest.mark.parametrize(
@@ -202,12 +192,12 @@ def test_whose_prompt_is_computed_whole(cache, fields):
     ({"prompt_embeds": [1.0, 2.0]}, TypeError, "`prompt_embeds` of 'again'"),
   ],
 )
-def test_what_cannot_be_read_is_named(cache, fields, error, message):
-  one = of_vllm(**fields)
+def test_unreadable_fields_are_named(cache, fields, error, message):
+  req = of_vllm(**fields)
   with pytest.raises(error, match=message):
-    cache.get_computed_pages(one)
+    cache.get_computed_pages(req)
   with pytest.raises(error, match=message):
-    cache.allocate_slots(one, 9)
+    cache.allocate_slots(req, 9)
   assert cache.num_free_pages == 10
 
 
@@ -224,105 +214,107 @@ class Frozen:
 
 
 @pytest.mark.parametrize(
-  "one", [Named("a", TOKENS, 0), Frozen("a", TOKENS)], ids=["tuple", "slots"]
+  "req", [Named("a", TOKENS, 0), Frozen("a", TOKENS)], ids=["tuple", "slots"]
 )
-def test_requests_that_take_no_attribute(cache, one):
-  pages, tokens = cache.get_computed_pages(one)
-  assert cache.allocate_slots(one, 17, tokens, pages) is not None
-  cache.free(one)
-  assert cache.get_computed_pages(one)[1] == 16
+def test_requests_that_take_no_attribute(cache, req):
+  pages, tokens = cache.get_computed_pages(req)
+  assert cache.allocate_slots(req, 17, tokens, pages) is not None
+  cache.free(req)
+  assert cache.get_computed_pages(req)[1] == 16
 
 
-def test_tokens_that_changed_after_the_lookup(cache):
+def test_tokens_changed_after_the_lookup_are_hashed_again(cache):
   """Other tokens than were hashed are hashed again."""
   admit(cache, request("a", TOKENS))
-  one = Request("b", list(TOKENS))
-  pages, tokens = cache.get_computed_pages(one)
-  one.token_ids[:] = [99, *TOKENS[1:]]
+  req = Request("b", list(TOKENS))
+  pages, tokens = cache.get_computed_pages(req)
+  req.token_ids[:] = [99, *TOKENS[1:]]
   with pytest.raises(ValueError, match="must hold the tokens"):
-    cache.allocate_slots(one, 1, tokens, pages)
+    cache.allocate_slots(req, 1, tokens, pages)
   empty = cache.create_empty_page_list()
   changed = dataclasses.replace(empty, lookup=pages.lookup)
-  assert cache.allocate_slots(one, 17, 0, changed) is not None
-  cache.free(one)
-  assert cache.get_computed_pages(one)[1] == 16
+  assert cache.allocate_slots(req, 17, 0, changed) is not None
+  cache.free(req)
+  assert cache.get_computed_pages(req)[1] == 16
   jaxkv.check(cache.state)
 
 
-def test_pages_that_were_taken_after_the_lookup(cache):
+def test_hits_reused_after_the_lookup_are_refused(cache):
   """Another request writes them now, though no page has a new key yet."""
-  first = request("first", TOKENS)
-  admit(cache, first)
-  cache.free(first)
-  again = request("again", TOKENS)
-  pages, tokens = cache.get_computed_pages(again)
+  first_req = request("first", TOKENS)
+  admit(cache, first_req)
+  cache.free(first_req)
+  repeat = request("again", TOKENS)
+  pages, tokens = cache.get_computed_pages(repeat)
   assert tokens == 16
   # Its tokens fill no page, but it has room in all of them.
-  other = request("other", [99])
-  assert cache.allocate_slots(other, 1, num_lookahead_tokens=39) is not None
+  other_req = request("other", [99])
+  assert cache.allocate_slots(other_req, 1, num_lookahead_tokens=39) is not None
   with pytest.raises(ValueError, match="must hold the tokens"):
-    cache.allocate_slots(again, 0, tokens, pages)
+    cache.allocate_slots(repeat, 0, tokens, pages)
   assert cache.get_page_ids("again") == ([],)
   jaxkv.check(cache.state)
 
 
-def test_pages_that_were_evicted_after_the_lookup(cache):
+def test_hits_evicted_after_the_lookup_are_refused(cache):
   admit(cache, request("first", TOKENS))
-  again = request("again", TOKENS)
-  pages, tokens = cache.get_computed_pages(again)
+  repeat = request("again", TOKENS)
+  pages, tokens = cache.get_computed_pages(repeat)
   cache.evict_pages(pages.get_page_ids()[0][-1:])
   with pytest.raises(ValueError, match="must hold the tokens"):
-    cache.allocate_slots(again, 1, tokens, pages)
+    cache.allocate_slots(repeat, 1, tokens, pages)
 
 
-def test_every_row_of_a_page_tells_it_apart(cache):
+def test_embeddings_that_differ_in_one_row_are_told_apart(cache):
   """Embeddings that differ in one row share the pages before it."""
   admit(cache, request("first", TOKENS, prompt_embeds=EMBEDS))
   for row in range(len(TOKENS)):
-    other = EMBEDS.copy()
-    other[row, -1] += 1
-    again = request("again", TOKENS, prompt_embeds=other)
-    assert cache.get_computed_pages(again)[1] == min(row // 4 * 4, 16)
+    embeds = EMBEDS.copy()
+    embeds[row, -1] += 1
+    repeat = request("again", TOKENS, prompt_embeds=embeds)
+    assert cache.get_computed_pages(repeat)[1] == min(row // 4 * 4, 16)
 
 
 def test_events_have_the_tokens_of_requests():
-  """Not what stands for them where an image touches a page."""
+  """Events do not have the masks of an image's tokens."""
   cache = single(CacheManager, num_events=16)
-  one = request("a", TOKENS[:9], mm=[MultimodalItem("cat", 3, 2)])
-  admit(cache, one)
-  decode(cache, one, [7, 7, 7])
-  told = [event.tokens for event in cache.take_events().events]
-  assert told == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 7, 7, 7)]
+  req = request("a", TOKENS[:9], mm=[MultimodalItem("cat", 3, 2)])
+  admit(cache, req)
+  decode(cache, req, [7, 7, 7])
+  event_tokens = [event.tokens for event in cache.take_events().events]
+  assert event_tokens == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 7, 7, 7)]
 
 
 KEY = jaxkv.salt("the same for each manager")
 
 
-def small_pages(scheduler, size):
-  """A manager of pages of so many tokens, for a kind of scheduler."""
+def small_pages(scheduler, page_size):
+  """A manager of pages of `page_size` tokens, for a scheduler."""
   if scheduler == "host":
-    return CacheManager(11, [FullAttention(page_size=size)], LONGEST, key=KEY)
+    return CacheManager(
+      11, [FullAttention(page_size=page_size)], LONGEST, key=KEY
+    )
   if scheduler == "esurge":
-    return requests.manager(requests.full(page_size=size), key=KEY)
-  spec = stand_ins.FullAttentionSpec(size)
+    return requests.manager(requests.full(page_size=page_size), key=KEY)
+  spec = stand_ins.FullAttentionSpec(page_size)
   config = stand_ins.Config(11, [stand_ins.Group(spec)])
   # It takes no key, as vLLM's manager does not.
   secret = np.asarray(KEY).tobytes()
   with mock.patch("os.urandom", lambda _: secret):
-    return KVCacheManager(config, LONGEST, size, size)
+    return KVCacheManager(config, LONGEST, page_size, page_size)
 
 
 def image_request(scheduler, identifier, name, tokens):
-  """A request whose second token stands for an image."""
-  place = requests.Place(1, 1)
+  """A request whose second token is a placeholder of an image."""
+  position = requests.Place(1, 1)
   if scheduler == "host":
     return Request(name, tokens, mm=[MultimodalItem(identifier, 1, 1)])
   if scheduler == "vllm":
-    item = types.SimpleNamespace(identifier=identifier, mm_position=place)
+    item = types.SimpleNamespace(identifier=identifier, mm_position=position)
     # Hits do not depend on the hashes, which name blocks of one token.
-    hashes = [bytes([number]) for number in range(len(tokens))]
+    hashes = [bytes([index]) for index in range(len(tokens))]
     return stand_ins.Request(name, tokens, hashes, mm_features=[item])
-  item = requests.Feature(identifier, place)
+  item = requests.Feature(identifier, position)
   return requests.EngineRequest(name, tokens, mm_features=[item])
 
 
@@ -334,52 +326,53 @@ def images_of_one_mask():
   masks tokens differently must tell them apart as well.
   """
   secret = np.asarray(small_pages("host", 1).state.secret).tobytes()
-  seen = {}
+  identifiers = {}
   while True:
-    identifier = f"image {len(seen)}"
+    identifier = f"image {len(identifiers)}"
     key = repr([("mm", identifier, 0, 1)]).encode()
     bits = hashlib.shake_256(secret + key).digest(4)
-    if bits in seen:
-      return seen[bits], identifier
-    seen[bits] = identifier
+    if bits in identifiers:
+      return identifiers[bits], identifier
+    identifiers[bits] = identifier
 
 
-def publish(scheduler, cache, one):
+def publish(scheduler, cache, req):
   """Admits a request as its scheduler does; then others may find it."""
   admits = {"host": admit, "vllm": stand_ins.admit, "esurge": requests.admit}
-  assert admits[scheduler](cache, one) is not None
+  assert admits[scheduler](cache, req) is not None
 
 
-def tokens_found(scheduler, cache, one):
+def num_found(scheduler, cache, req):
   if scheduler == "vllm":
-    return cache.get_computed_blocks(one)[1]
-  return cache.get_computed_pages(one)[1]
+    return cache.get_computed_blocks(req)[1]
+  return cache.get_computed_pages(req)[1]
 
 
 @pytest.mark.parametrize("scheduler", ["host", "vllm", "esurge"])
-def test_images_whose_masks_are_equal(scheduler):
+def test_images_with_equal_masks_are_told_apart(scheduler):
   """With 32 bits a page, the second was taken for the first."""
   cache = small_pages(scheduler, 1)
-  one, other = images_of_one_mask()
+  image_a, image_b = images_of_one_mask()
   tokens = [5, 9, 6, 7]
-  publish(scheduler, cache, image_request(scheduler, one, "a", tokens))
-  again = image_request(scheduler, one, "b", tokens)
-  assert tokens_found(scheduler, cache, again) == 3
-  collides = image_request(scheduler, other, "c", tokens)
-  assert tokens_found(scheduler, cache, collides) <= 1
+  publish(scheduler, cache, image_request(scheduler, image_a, "a", tokens))
+  repeat = image_request(scheduler, image_a, "b", tokens)
+  assert num_found(scheduler, cache, repeat) == 3
+  collides = image_request(scheduler, image_b, "c", tokens)
+  assert num_found(scheduler, cache, collides) <= 1
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_content_of_small_pages(size):
-  """Requests with equal items share all pages, others are no hit of them all.
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_content_of_small_pages(page_size):
+  """Requests with equal items share all pages, other requests fewer.
 
   They differ in an image, in the last row of embeddings that a page has, in
   the adapter or in the salt.
   """
-  cache = small_pages("host", size)
+  cache = small_pages("host", page_size)
   tokens = list(range(10))
   rows = np.arange(20, dtype=np.float32).reshape(10, 2)
-  cat, dog = MultimodalItem("cat", 2, 2), MultimodalItem("dog", 6, 1)
+  cat = MultimodalItem("cat", 2, 2)
+  dog = MultimodalItem("dog", 6, 1)
   variants = [
     {},
     {"mm": [cat]},
@@ -390,27 +383,28 @@ def test_content_of_small_pages(size):
     {"prompt_embeds": rows},
     {"prompt_embeds": rows + np.eye(10, 2, -8, dtype=np.float32)},
   ]
-  for number, fields in enumerate(variants):
-    first = request("first", tokens, **fields)
-    admit(cache, first)
-    cache.free(first)
-    for other, others in enumerate(variants):
-      found = cache.get_computed_pages(request("again", tokens, **others))[1]
-      assert (found == 9) == (other == number), (fields, others)
+  for index, fields in enumerate(variants):
+    req = request("first", tokens, **fields)
+    admit(cache, req)
+    cache.free(req)
+    for other_index, other_fields in enumerate(variants):
+      req = request("again", tokens, **other_fields)
+      num_hit = cache.get_computed_pages(req)[1]
+      assert (num_hit == 9) == (other_index == index), (fields, other_fields)
     assert cache.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("count", [True, False, np.bool_(True), 1.0, "1"])
 def test_counts_are_ints(cache, count):
   """A flag at the place of a count came from another system's order."""
-  one = request("a", TOKENS)
+  req = request("a", TOKENS)
   with pytest.raises(TypeError, match="must be an int"):
-    cache.allocate_slots(one, 17, 0, None, count)
+    cache.allocate_slots(req, 17, 0, None, count)
   with pytest.raises(TypeError, match="must be an int"):
-    cache.allocate_slots(one, 17, num_external_computed_tokens=count)
+    cache.allocate_slots(req, 17, num_external_computed_tokens=count)
 
 
-def test_what_differs_in_order_has_a_name(cache):
+def test_arguments_of_another_order_are_keyword_only(cache):
   """ESurge's sixth argument and vLLM's tenth."""
   with pytest.raises(TypeError, match="positional"):
     cache.allocate_slots(request("a", TOKENS), 17, 0, None, 0, True)

@@ -36,8 +36,8 @@ def begun(num_pages=61, offload_pages=0):
     offload_pages=offload_pages,
   )
   requests = {
-    name: request(name, range(first, first + 13))
-    for name, first in (("a", 0), ("b", 50), ("c", 0), ("new", 100))
+    name: request(name, range(first_token, first_token + 13))
+    for name, first_token in (("a", 0), ("b", 50), ("c", 0), ("new", 100))
   }
   for name in ("a", "b", "c"):
     assert manager.allocate_slots(requests[name], 13)
@@ -51,8 +51,8 @@ def begun(num_pages=61, offload_pages=0):
 
 
 def admit(manager, requests, name):
-  found, tokens = manager.get_computed_pages(requests[name])
-  return manager.allocate_slots(requests[name], 13 - tokens, tokens, found)
+  hit_pages, tokens = manager.get_computed_pages(requests[name])
+  return manager.allocate_slots(requests[name], 13 - tokens, tokens, hit_pages)
 
 
 CALLS = {
@@ -83,10 +83,10 @@ def prepared(name):
     # The pages of d are on the host, and those that it takes are cached.
     manager, requests = begun(num_pages=37, offload_pages=20)
     requests["d"] = request("d", range(300, 313))
-    for first in (300, 400, 500):
-      one = request("one", range(first, first + 13))
-      admit(manager, {"one": one}, "one")
-      manager.free(one)
+    for first_token in (300, 400, 500):
+      req = request("one", range(first_token, first_token + 13))
+      admit(manager, {"one": req}, "one")
+      manager.free(req)
   if name == "free_pages":
     manager.pop_pages_for_free(requests["b"])
   if name == "reset_prefix_cache":
@@ -96,19 +96,21 @@ def prepared(name):
 
 
 def everything(manager):
-  """All that later calls depend on."""
+  """Returns everything on which later calls depend."""
   manager.get_page_ids("a")  # Undoes what an interrupted undo has left.
-  state, pool = manager._state, manager._state.pool
-  events, saved = state.events, pool.saved
-  held = sorted(state.all_held(), key=lambda one: one.slot)
+  state = manager._state
+  pool = state.pool
+  events = state.events
+  saved = pool.saved
+  slots = sorted(state.all_held(), key=lambda req: req.slot)
   return (
     [
-      (one.request_id, one.slot, one.tables, one.skipped, one.length, one.room)
-      for one in held
+      (req.request_id, req.slot, req.tables, req.skipped, req.length, req.room)
+      for req in slots
     ],
     [sorted(state.popped), state.vacant, state.statistics, state.step_clock],
     [pool.ref_count, pool.pin_count, pool.queue.in_order(), pool.num_free],
-    [[node.digest for node in one.nodes] for one in held],
+    [[node.digest for node in req.nodes] for req in slots],
     [page and page.digest for page in pool.content],
     [pool.is_cached, pool.stamp, pool.group, pool.clock, pool.new],
     [pool.index, pool.counts, len(events._events), events.num_lost],
@@ -120,45 +122,51 @@ def everything(manager):
 # A few seconds each.
 @slow_except("name", CALLS, "step")
 @pytest.mark.parametrize("name", CALLS)
-def test_every_point(name, pytestconfig):
-  """Wherever a call is left, and the calls that follow."""
+def test_interrupted_calls_are_atomic(name, pytestconfig):
+  """Interrupts a call at many points, compares states, and goes on."""
   without, _ = prepared(name)
   done, requests = prepared(name)
   CALLS[name](done, requests)
   outcomes = [everything(without), everything(done)]
-  point, seen = 1, set()
+  point = 1
+  outcome_indices = set()
   while True:
-    one, requests = prepared(name)
-    left = interrupted(lambda one=one, r=requests: CALLS[name](one, r), point)
+    manager, requests = prepared(name)
+    left = interrupted(lambda m=manager, r=requests: CALLS[name](m, r), point)
     if not left:
       break
-    now = everything(one)
-    assert now in outcomes, f"left before bytecode {point}"
-    seen.add(outcomes.index(now))
-    admit(one, requests, "c")
+    state = everything(manager)
+    assert state in outcomes, f"left before bytecode {point}"
+    outcome_indices.add(outcomes.index(state))
+    admit(manager, requests, "c")
     point += 1 if pytestconfig.getoption("deep") else EVERY
   assert point > 20
-  if one.config.offload_pages:
-    one.take_moves()
-  jaxkv.check(one.state)
+  if manager.config.offload_pages:
+    manager.take_moves()
+  jaxkv.check(manager.state)
   if pytestconfig.getoption("deep") and outcomes[0] != outcomes[1]:
-    assert seen == {0, 1}
+    assert outcome_indices == {0, 1}
 
 
 @pytest.mark.slow
-def test_an_undo_that_is_interrupted():
+def test_interrupted_undos_are_completed():
   """The next call undoes the rest."""
-  before, (done, requests) = everything(begun()[0]), begun()
+  old_state = everything(begun()[0])
+  done, requests = begun()
   admit(done, requests, "c")
-  after, num_points, point, left = everything(done), 0, 100, True
+  new_state = everything(done)
+  num_points = 0
+  point = 100
+  left = True
   while left:
-    one, requests = begun()
-    again = point + point % 90
-    left = interrupted(lambda o=one, r=requests: admit(o, r, "c"), point, again)
-    now = everything(one)
+    manager, requests = begun()
+    left = interrupted(
+      lambda m=manager, r=requests: admit(m, r, "c"), point, point + point % 90
+    )
+    state = everything(manager)
     # An interrupt after the last step of a call comes too late.
-    assert now in (before, after), f"left before bytecode {point}"
-    num_points += now == before
+    assert state in (old_state, new_state), f"left before bytecode {point}"
+    num_points += state == old_state
     point += 15
   assert num_points > 30
 
@@ -184,7 +192,9 @@ def test_an_interrupted_crossing(name):
     return left, manager.holds_pages("c"), manager.state
 
   expected = crossed(None)[-1]
-  num_points, point, left = 0, 60, True
+  num_points = 0
+  point = 60
+  left = True
   while left:
     left, is_undone, state = crossed(point)
     jaxkv.check(state)
@@ -195,40 +205,41 @@ def test_an_interrupted_crossing(name):
   assert num_points > 9
 
 
-def test_signals():
-  """The real thing, at 200 times that nobody chose."""
+def test_calls_left_by_signals_are_atomic():
+  """Real signals, at 200 times."""
 
   def handler(*_):
     raise Interrupted
 
-  (manager, requests), (done, others) = begun(), begun()
-  CALLS["step"](done, others)
-  outcomes = [everything(manager), everything(done)]
-  before = signal.signal(signal.SIGALRM, handler)
+  done, requests = begun()
+  CALLS["step"](done, requests)
+  outcomes = [everything(begun()[0]), everything(done)]
+  old_handler = signal.signal(signal.SIGALRM, handler)
   # Python drops an exception that is raised in a callback of the collector.
   gc.disable()
   try:
     for trial in range(200):
-      one, requests = begun()
+      manager, requests = begun()
       try:
         signal.setitimer(signal.ITIMER_REAL, 1e-6 + 1e-6 * trial)
-        CALLS["step"](one, requests)
+        CALLS["step"](manager, requests)
         signal.setitimer(signal.ITIMER_REAL, 0)
       except Interrupted:
         pass
-      assert everything(one) in outcomes, f"trial {trial}"
+      assert everything(manager) in outcomes, f"trial {trial}"
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, old_handler)
     gc.enable()
 
 
 def test_readings_wait_for_calls():
   """Another thread sees nothing of a call that is undone."""
-  manager, seen = single(CacheManager), []
+  manager = single(CacheManager)
+  readings = []
 
   def read():
-    seen.append(
+    readings.append(
       (
         manager.num_free_pages,
         manager.num_published_tokens("a"),
@@ -246,28 +257,28 @@ def test_readings_wait_for_calls():
       raise Interrupted
 
   manager.pages.add_listener(Listener())
-  one = request("a", range(3))
-  manager.allocate_slots(one, 3)
-  one.token_ids += range(20)
-  one.num_computed_tokens = 3
+  req = request("a", range(3))
+  manager.allocate_slots(req, 3)
+  req.token_ids += range(20)
+  req.num_computed_tokens = 3
   with pytest.raises(Interrupted):
-    manager.allocate_slots(one, 20)
+    manager.allocate_slots(req, 20)
   thread.join()
-  assert seen == [(9, 3, False, ["a"])]
+  assert readings == [(9, 3, False, ["a"])]
 
 
-def test_threads():
+def test_threads_share_a_manager():
   """Several threads share a manager: every call is whole."""
   manager = single(CacheManager)
 
   def work(thread):
     for turn in range(12):
-      one = request(f"{thread} {turn}", range(thread, thread + 9))
-      if manager.allocate_slots(one, 9) is not None:
-        one.num_computed_tokens = 9
-        one.token_ids += [1]
-        manager.step([one])
-        manager.free(one)
+      req = request(f"{thread} {turn}", range(thread, thread + 9))
+      if manager.allocate_slots(req, 9) is not None:
+        req.num_computed_tokens = 9
+        req.token_ids += [1]
+        manager.step([req])
+        manager.free(req)
 
   run_in_threads(work)
   assert manager.num_free_pages == 10

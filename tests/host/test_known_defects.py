@@ -13,10 +13,7 @@ from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
 from jaxkv.host import Request
 
-FULL_AND_WINDOW = (
-  FullAttention(page_size=8),
-  SlidingWindow(6, page_size=4),
-)
+FULL_AND_WINDOW = (FullAttention(page_size=8), SlidingWindow(6, page_size=4))
 
 
 def manager(groups=FULL_AND_WINDOW, num_pages=40, **options):
@@ -25,16 +22,16 @@ def manager(groups=FULL_AND_WINDOW, num_pages=40, **options):
 
 def run(cache, request, new=None, **options):
   """Looks a request up and allocates for it; the tokens that were found."""
-  pages, found = 0, 0
+  num_hit = 0
   if request.num_computed_tokens == 0:
-    pages, found = cache.get_computed_pages(request)
-    options |= {"num_new_computed_tokens": found, "new_computed_pages": pages}
-  behind = request.num_computed_tokens + found
-  new = request.num_tokens - behind if new is None else new
+    pages, num_hit = cache.get_computed_pages(request)
+    options |= {"num_new_computed_tokens": num_hit, "new_computed_pages": pages}
+  num_computed = request.num_computed_tokens + num_hit
+  new = request.num_tokens - num_computed if new is None else new
   assert cache.allocate_slots(request, new, **options) is not None
-  request.num_computed_tokens = behind + new
+  request.num_computed_tokens = num_computed + new
   request.status = "running"
-  return found
+  return num_hit
 
 
 def decode(cache, request, tokens):
@@ -53,8 +50,8 @@ class TestVllm:
     assert answer is None
     assert cache.num_free_pages == 1
 
-  def test_no_event_without_a_page(self):
-    """What retention leaves out was announced, with tokens but no key."""
+  def test_unpublished_pages_have_no_event(self):
+    """Pages that retention leaves out were announced, with tokens only."""
     cache = manager(
       (SlidingWindow(5, page_size=4),),
       prefix_retention_interval=0,
@@ -72,29 +69,29 @@ class TestVllm:
     cache = manager()
     request = Request("a", list(range(13)))
     run(cache, request)
-    first, second = cache.get_page_ids("a")[0]
-    assert first in cache.cached_page_ids()
-    assert second not in cache.cached_page_ids()
+    first_page, second_page = cache.get_page_ids("a")[0]
+    assert first_page in cache.cached_page_ids()
+    assert second_page not in cache.cached_page_ids()
 
   def test_requests_without_a_page_leave_room_for_others(self):
     """Their slots were counted as pages, and later requests had to wait."""
     cache = manager((ChunkedLocal(8, page_size=4),), num_pages=4)
-    for number in range(9):
-      run(cache, Request(str(number), [number] * 8))
-      cache.remove_skipped_pages(str(number), 8)
+    for token in range(9):
+      run(cache, Request(str(token), [token] * 8))
+      cache.remove_skipped_pages(str(token), 8)
       assert cache.num_free_pages == 3
     assert len(cache.request_ids()) == 9
 
   def test_a_chunk_alone_does_not_hit_an_empty_cache(self):
     """Skipped chunks were reported as found."""
     cache = manager((ChunkedLocal(8, page_size=4),))
-    pages, found = cache.get_computed_pages(Request("a", list(range(30))))
-    assert found == 0 and pages.pages == ([],)
+    pages, num_hit = cache.get_computed_pages(Request("a", list(range(30))))
+    assert num_hit == 0 and pages.pages == ([],)
 
 
 @pytest.mark.slow
 class TestESurge:
-  def test_what_was_never_a_prefix_is_no_hit(self):
+  def test_middles_of_a_sequence_are_no_hit(self):
     """Behind a window the chain of keys began anew."""
     cache = manager((SlidingWindow(4, page_size=4),))
     request = Request("a", list(range(8)))
@@ -112,20 +109,20 @@ class TestESurge:
     """Large pages were found under the key of their first small one."""
     cache = manager()
     run(cache, Request("a", list(range(17))))
-    other = [*range(4), *range(50, 63)]
-    assert cache.get_computed_pages(Request("b", other))[1] == 0
+    tokens = [*range(4), *range(50, 63)]
+    assert cache.get_computed_pages(Request("b", tokens))[1] == 0
 
   def test_a_failed_allocation_takes_nothing(self):
     """The first group kept its pages when the second found none."""
     cache = manager(num_pages=7)
     run(cache, Request("a", list(range(8))))
-    before = cache.free_queue()
-    assert len(before) == 3
+    old_queue = cache.free_queue()
+    assert len(old_queue) == 3
     assert cache.allocate_slots(Request("b", list(range(50, 64))), 14) is None
-    assert cache.free_queue() == before
+    assert cache.free_queue() == old_queue
     assert cache.get_page_ids("b") == ([], [])
 
-  def test_common_pages_are_those_of_all(self):
+  def test_common_pages_are_those_of_all_requests(self):
     """Pages of two of three requests were counted."""
     cache = manager()
     shared = list(range(24))

@@ -49,22 +49,28 @@ class TestContents:
       ([IMAGE._replace(length=4)], 4),  # its last placeholder is in page 2
     ],
   )
-  def test_items(self, cache, items, tokens):
+  def test_hits_end_before_other_items(self, cache, items, tokens):
     assert self._cached(cache, mm=items) == tokens
 
   def test_two_items_are_told_apart_behind_a_common_page(self, cache):
     tokens = [*range(4), *[9] * 6]
-    first, second = (MultimodalItem(name, 4, 6) for name in "ab")
-    admit(cache, request("0", tokens, mm=[first]))
-    assert admit(cache, request("1", tokens, mm=[second])) == ([[1]], [[4, 5]])
-    assert hit_of(cache, request("2", tokens, mm=[second])) == ([[1, 4]], 8)
+    first_item, second_item = (MultimodalItem(name, 4, 6) for name in "ab")
+    admit(cache, request("0", tokens, mm=[first_item]))
+    assert admit(cache, request("1", tokens, mm=[second_item])) == (
+      [[1]],
+      [[4, 5]],
+    )
+    assert hit_of(cache, request("2", tokens, mm=[second_item])) == (
+      [[1, 4]],
+      8,
+    )
 
-  def test_items_of_the_output_go_on(self, cache):
+  def test_output_after_an_item_is_hit(self, cache):
     """A second turn finds what was decoded behind an item."""
-    one = request("0", PLACEHOLDERS, mm=[IMAGE])
-    admit(cache, one)
-    decode(cache, one, [6, 7, 8])
-    turn = request("1", [*one.token_ids, 8], mm=[IMAGE])
+    req = request("0", PLACEHOLDERS, mm=[IMAGE])
+    admit(cache, req)
+    decode(cache, req, [6, 7, 8])
+    turn = request("1", [*req.token_ids, 8], mm=[IMAGE])
     assert hit_of(cache, turn) == ([[1, 2, 3]], 12)
 
   @pytest.mark.parametrize(
@@ -78,27 +84,27 @@ class TestContents:
       {"cache_salt": "b", "lora_name": "a"},
     ],
   )
-  def test_salts_and_adapters(self, cache, fields):
+  def test_only_equal_salts_and_adapters_hit(self, cache, fields):
     """Of requests with all combinations, only the same one is found."""
-    others = [
+    combinations = [
       {"cache_salt": salt, "lora_name": name}
       for salt in (None, "a", "b")
       for name in (None, "a", "b")
     ]
-    wanted = {"cache_salt": None, "lora_name": None, **fields}
-    for number, other in enumerate(others):
-      if other != wanted:
-        one = request(str(number), range(5), **other)
-        admit(cache, one)
-        cache.free(one)
+    all_fields = {"cache_salt": None, "lora_name": None, **fields}
+    for index, combination in enumerate(combinations):
+      if combination != all_fields:
+        req = request(str(index), range(5), **combination)
+        admit(cache, req)
+        cache.free(req)
     assert hit_of(cache, request("x", range(5), **fields)) == ([[]], 0)
     admit(cache, request("x", range(5), **fields))
     assert hit_of(cache, request("y", range(5), **fields))[1] == 4
 
   def test_a_salt_reaches_later_pages(self, cache):
-    one = request("0", range(6), cache_salt="a")
-    admit(cache, one)
-    decode(cache, one, range(6, 13))
+    req = request("0", range(6), cache_salt="a")
+    admit(cache, req)
+    decode(cache, req, range(6, 13))
     assert hit_of(cache, request("1", range(13), cache_salt="a"))[1] == 12
     assert hit_of(cache, request("2", range(13)))[1] == 0
 
@@ -110,23 +116,24 @@ class TestContents:
 
 class TestStatistics:
   def test_admissions_are_counted(self, cache):
-    one = request("0", range(9))
-    hit_of(cache, one)  # a lookup alone counts nothing
+    req = request("0", range(9))
+    hit_of(cache, req)  # a lookup alone counts nothing
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
-    admit(cache, one)
+    admit(cache, req)
     admit(cache, request("1", range(12)))
-    wanted = PrefixCacheStats(requests=2, queries=21, hits=8)
-    assert cache.make_prefix_cache_stats() == wanted
+    expected = PrefixCacheStats(requests=2, queries=21, hits=8)
+    assert cache.make_prefix_cache_stats() == expected
     # A reading begins a new interval, and decoding is no admission.
-    decode(cache, one, [9])
+    decode(cache, req, [9])
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
 
   def test_preempted_requests_are_counted_apart(self, cache):
-    one = request("0", range(9))
-    admit(cache, one)
-    cache.free(one)
-    one.num_computed_tokens, one.status = 0, "preempted"
-    admit(cache, one)
+    req = request("0", range(9))
+    admit(cache, req)
+    cache.free(req)
+    req.num_computed_tokens = 0
+    req.status = "preempted"
+    admit(cache, req)
     assert cache.make_prefix_cache_stats() == PrefixCacheStats(
       requests=1,
       queries=9,
@@ -141,29 +148,29 @@ class TestStatistics:
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
 
   def test_a_refused_request_is_counted_when_it_is_admitted(self, cache):
-    first, holder = request("0", range(9)), request("1", range(100, 120))
-    admit(cache, first)
+    admit(cache, request("0", range(9)))
+    holder = request("1", range(100, 120))
     admit(cache, holder)
     cache.make_prefix_cache_stats()
-    late = request("2", [*range(9), *range(200, 211)])
+    newcomer = request("2", [*range(9), *range(200, 211)])
     for _ in range(2):
-      assert admit(cache, late) == ([[1, 2]], None)
+      assert admit(cache, newcomer) == ([[1, 2]], None)
     cache.free(holder)
-    assert admit(cache, late)[1] is not None
-    wanted = PrefixCacheStats(requests=1, queries=20, hits=8)
-    assert cache.make_prefix_cache_stats() == wanted
+    assert admit(cache, newcomer)[1] is not None
+    expected = PrefixCacheStats(requests=1, queries=20, hits=8)
+    assert cache.make_prefix_cache_stats() == expected
 
-  def test_nothing_is_counted_where_nothing_is_cached(self):
+  def test_managers_without_caching_count_nothing(self):
     cache = single(CacheManager, enable_caching=False)
     assert admit(cache, request("0", range(9))) == ([[]], [[1, 2, 3]])
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
 
-  def test_reset_is_marked_when_it_was_done(self, cache):
-    one = request("0", range(9))
-    admit(cache, one)
+  def test_only_complete_resets_are_reported(self, cache):
+    req = request("0", range(9))
+    admit(cache, req)
     cache.reset_prefix_cache()
     assert not cache.make_prefix_cache_stats().reset
-    cache.free(one)
+    cache.free(req)
     cache.reset_prefix_cache()
     assert cache.make_prefix_cache_stats().reset
     assert not cache.make_prefix_cache_stats().reset
@@ -171,69 +178,70 @@ class TestStatistics:
   def test_ages_are_reported_once(self):
     cache = single(CacheManager, track_residency=True)
     for name in range(3):
-      one = request(str(name), range(100 * name, 100 * name + 20))
-      admit(cache, one)
-      cache.free(one)
+      req = request(str(name), range(100 * name, 100 * name + 20))
+      admit(cache, req)
+      cache.free(req)
     # Ten pages for three times five: the first text was evicted after ten.
-    taken = cache.make_prefix_cache_stats()
-    assert (sum(taken.lifetime), sum(taken.idle), taken.reset) == (5, 5, False)
+    stats = cache.make_prefix_cache_stats()
+    assert (sum(stats.lifetime), sum(stats.idle), stats.reset) == (5, 5, False)
     # Published at 0 to 4 and given back at 5; the clock stood at 10.
-    assert {bits: n for bits, n in enumerate(taken.lifetime) if n} == {
+    assert {bits: n for bits, n in enumerate(stats.lifetime) if n} == {
       3: 3,
       4: 2,
     }
-    assert {bits: n for bits, n in enumerate(taken.idle) if n} == {3: 5}
+    assert {bits: n for bits, n in enumerate(stats.idle) if n} == {3: 5}
     cache.reset_prefix_cache()
-    taken = cache.make_prefix_cache_stats()
-    assert (sum(taken.lifetime), taken.reset) == (0, True)
+    stats = cache.make_prefix_cache_stats()
+    assert (sum(stats.lifetime), stats.reset) == (0, True)
     assert single(CacheManager).make_prefix_cache_stats().lifetime == []
 
-  def test_ages_that_the_device_cannot_count(self):
+  def test_large_ages_are_in_the_last_bin(self):
     """They are in the last bin."""
     cache = single(CacheManager, track_residency=True)
-    one = request("a", range(4))
-    admit(cache, one)
+    req = request("a", range(4))
+    admit(cache, req)
     cache._state.pool.clock += 2**40
-    cache.free(one)
+    cache.free(req)
     cache._state.pool.clock += 2**40
     admit(cache, request("b", range(100, 140)))
-    taken = cache.make_prefix_cache_stats()
-    assert taken.lifetime[-1] == taken.idle[-1] == 1
+    stats = cache.make_prefix_cache_stats()
+    assert stats.lifetime[-1] == stats.idle[-1] == 1
 
 
 class TestPages:
-  def test_sum(self):
-    one, other = CachePages(([1], [0, 2])), CachePages(([3], []))
-    assert (one + other).get_page_ids() == ([1, 3], [0, 2])
-    assert one.get_page_ids() == ([1], [0, 2])
+  def test_sums_add_the_pages_of_each_group(self):
+    pages = CachePages(([1], [0, 2]))
+    assert (pages + CachePages(([3], []))).get_page_ids() == ([1, 3], [0, 2])
+    assert pages.get_page_ids() == ([1], [0, 2])
     with pytest.raises(
       ValueError, match="must have 2 groups to be added, got 1"
     ):
-      _ = one + CachePages(([1],))
+      _ = pages + CachePages(([1],))
 
   def test_full_pages_are_cached_when_the_call_ends(self, cache):
     """Of 9 tokens the first two pages are full; 14 tokens fill page 4."""
     new = cache.allocate_slots(request("0", range(9)), 9)
     assert new.get_page_ids() == ([1, 2, 3],)
     assert new.get_unhashed_page_ids() == [3]
-    one = request("1", range(14))
-    found, tokens = cache.get_computed_pages(one)
-    new = cache.allocate_slots(one, 6, tokens, found)
-    assert found.get_unhashed_page_ids() == []
+    req = request("1", range(14))
+    hit_pages, tokens = cache.get_computed_pages(req)
+    new = cache.allocate_slots(req, 6, tokens, hit_pages)
+    assert hit_pages.get_unhashed_page_ids() == []
     assert new.get_page_ids() == ([4, 5],)
-    both = found + new
-    assert both.get_page_ids() == cache.get_page_ids("1") == ([1, 2, 4, 5],)
-    assert both.get_unhashed_page_ids() == [5]
-    assert both.get_unhashed_page_ids_all_groups() == ([5],)
+    all_pages = hit_pages + new
+    assert all_pages.get_page_ids() == cache.get_page_ids("1")
+    assert all_pages.get_page_ids() == ([1, 2, 4, 5],)
+    assert all_pages.get_unhashed_page_ids() == [5]
+    assert all_pages.get_unhashed_page_ids_all_groups() == ([5],)
 
-  def test_pages_that_were_not_cached_by_group(self):
-    found = CachePages(([1, 2], [0, 3]))
+  def test_unhashed_page_ids_by_group(self):
+    hit_pages = CachePages(([1, 2], [0, 3]))
     new = CachePages(([4], []), unhashed=([4], []))
-    assert found.get_unhashed_page_ids_all_groups() == ([], [])
-    assert (found + new).get_unhashed_page_ids_all_groups() == ([4], [])
-    assert (new + found).get_unhashed_page_ids() == [4]
+    assert hit_pages.get_unhashed_page_ids_all_groups() == ([], [])
+    assert (hit_pages + new).get_unhashed_page_ids_all_groups() == ([4], [])
+    assert (new + hit_pages).get_unhashed_page_ids() == [4]
 
-  def test_empty(self):
+  def test_empty_pages_have_all_groups(self):
     cache = hybrid(CacheManager)
     empty = cache.create_empty_page_list()
     assert empty == CachePages(([], [], []))
@@ -247,11 +255,11 @@ def test_a_whole_sequence_counts_free_pages_that_it_hits(cache, length, fits):
 
   Of the sequence only one page more than the hits is asked for now.
   """
-  first = request("first", range(9))
-  admit(cache, first)
-  cache.free(first)
-  again = request("again", range(length))
-  hit, new = admit(cache, again, 1, full_sequence_must_fit=True)
+  req = request("first", range(9))
+  admit(cache, req)
+  cache.free(req)
+  repeat = request("again", range(length))
+  hit, new = admit(cache, repeat, 1, full_sequence_must_fit=True)
   assert hit == [[1, 2]]
   assert (new is not None) == fits
   jaxkv.check(cache.state)
@@ -268,30 +276,30 @@ class TestStates:
   ):
     """One page for the external state and one for the running state."""
     cache = CacheManager(1 + 2, self.GROUPS, LONGEST)
-    one = request("first", range(9))
-    admit(cache, one, 8)
-    cache.free(one)
+    req = request("first", range(9))
+    admit(cache, req, 8)
+    cache.free(req)
     cache.new_step_starts()
     if free == 1:
       admit(cache, request("other", [50]))
-    again = request("again", range(30))
-    hit, found = cache.get_computed_pages(again)
-    assert (ids(hit), found) == ([[0, 1]], 8)
+    repeat = request("again", range(30))
+    hit, num_hit = cache.get_computed_pages(repeat)
+    assert (ids(hit), num_hit) == ([[0, 1]], 8)
     out = cache.allocate_slots(
-      again, 4, found, hit, num_external_computed_tokens=8
+      repeat, 4, num_hit, hit, num_external_computed_tokens=8
     )
     assert (out and ids(out)) == pages
     jaxkv.check(cache.state)
 
   def test_an_evicted_state_is_not_published_again(self):
     cache = CacheManager(9, self.GROUPS, LONGEST)
-    one = request("first", range(20))
-    admit(cache, one, 8)
+    req = request("first", range(20))
+    admit(cache, req, 8)
     assert cache.get_page_ids("first") == ([0, 1],)
     cache.evict_pages([1])
     for publish in (cache.cache_pages, cache.allocate_slots):
       cache.new_step_starts()
-      publish(one, 8)
+      publish(req, 8)
       assert 1 not in cache.cached_page_ids()
     assert hit_of(cache, request("again", range(12)))[1] == 0
     jaxkv.check(cache.state)
@@ -301,80 +309,80 @@ class TestStates:
     cache = CacheManager(9, self.GROUPS, LONGEST)
     cache.new_step_starts()
     admit(cache, request("first", range(9)), 4)
-    again = request("again", range(9))
-    hit, found = cache.get_computed_pages(again)
-    assert found == 4
-    assert cache.allocate_slots(again, 5, found, hit) is None
+    repeat = request("again", range(9))
+    hit, num_hit = cache.get_computed_pages(repeat)
+    assert num_hit == 4
+    assert cache.allocate_slots(repeat, 5, num_hit, hit) is None
     cache.new_step_starts()
-    assert cache.allocate_slots(again, 5, found, hit) is not None
+    assert cache.allocate_slots(repeat, 5, num_hit, hit) is not None
     jaxkv.check(cache.state)
 
 
 class TestDeferredFree:
   def _two(self, cache):
     """Two requests that hold 3 pages each."""
-    both = [request(str(n), range(100 * n, 100 * n + 9)) for n in range(2)]
-    for one in both:
-      admit(cache, one)
-    return both
+    requests = [request(str(n), range(100 * n, 100 * n + 9)) for n in range(2)]
+    for req in requests:
+      admit(cache, req)
+    return requests
 
   def test_pages_are_held_until_they_are_given_back(self, cache):
-    one, two = self._two(cache)
-    popped = cache.pop_pages_for_free(one)
+    req_a, req_b = self._two(cache)
+    popped = cache.pop_pages_for_free(req_a)
     assert popped.pages == ([1, 2, 3],)
     assert cache.get_page_ids("0") == ([],)
     assert (cache.num_free_pages, cache.reset_prefix_cache()) == (4, False)
     # The name may come back before the pages do.
     assert admit(cache, request("0", range(9))) == ([[1, 2]], [[7]])
-    cache.free(two)
+    cache.free(req_b)
     cache.free_pages(popped)
     assert cache.free_queue() == [3, 6, 8, 9, 10, 5, 4]
     jaxkv.check(cache.state)
 
   def test_the_newest_pages_of_a_name_are_returned_again(self, cache):
-    one, _ = self._two(cache)
-    first = cache.pop_pages_for_free(one)
+    req, _ = self._two(cache)
+    first_pages = cache.pop_pages_for_free(req)
     admit(cache, request("0", range(9)))
-    second = cache.pop_pages_for_free(one)
-    assert cache.pop_pages_for_free(one) is second
-    cache.free_pages(second)
-    assert cache.pop_pages_for_free(one) is first
+    second_pages = cache.pop_pages_for_free(req)
+    assert cache.pop_pages_for_free(req) is second_pages
+    cache.free_pages(second_pages)
+    assert cache.pop_pages_for_free(req) is first_pages
 
-  def test_room_comes_with_the_pages(self, cache):
-    one, two = self._two(cache)
-    popped = [cache.pop_pages_for_free(name) for name in (one, two)]
-    late = request("late", range(500, 540))
+  def test_requests_wait_for_deferred_pages(self, cache):
+    req_a, req_b = self._two(cache)
+    popped = [cache.pop_pages_for_free(req) for req in (req_a, req_b)]
+    newcomer = request("late", range(500, 540))
     for pages in popped:
-      assert admit(cache, late) == ([[]], None)
+      assert admit(cache, newcomer) == ([[]], None)
       cache.free_pages(pages)
-    assert admit(cache, late) == ([[]], [[6, 3, 7, 8, 9, 10, 2, 1, 5, 4]])
+    assert admit(cache, newcomer) == ([[]], [[6, 3, 7, 8, 9, 10, 2, 1, 5, 4]])
 
-  def test_order_is_that_of_free(self):
+  def test_deferred_pages_have_the_order_of_free(self):
     queues = []
     for deferred in (True, False):
       cache = hybrid(CacheManager)
-      both = self._two(cache)
+      requests = self._two(cache)
       if deferred:
-        for popped in [cache.pop_pages_for_free(one) for one in both]:
+        for popped in [cache.pop_pages_for_free(req) for req in requests]:
           cache.free_pages(popped)
       else:
-        for one in both:
-          cache.free(one)
+        for req in requests:
+          cache.free(req)
       queues.append(cache.free_queue())
     assert queues[0] == queues[1]
 
 
 class TestReadings:
-  """What schedulers read besides: events, and pages to be zeroed."""
+  """Events and pages to be zeroed, which schedulers read."""
 
   @pytest.fixture
   def cache(self):
     """A manager that keeps both."""
     return single(CacheManager, num_events=16, track_new_pages=True)
 
-  def test_events(self, cache):
-    one = request("0", range(9))
-    admit(cache, one)
+  def test_events_of_a_request_an_eviction_and_a_reset(self, cache):
+    req = request("0", range(9))
+    admit(cache, req)
     events, lost = cache.take_events()
     assert [(event.page, event.tokens) for event in events] == [
       (1, (0, 1, 2, 3)),
@@ -382,32 +390,31 @@ class TestReadings:
     ]
     assert (events[0].parent, events[1].parent) == (None, events[0].key)
     assert lost == 0
-    cache.free(one)
+    cache.free(req)
     cache.evict_pages([1])
-    assert [(e.page, e.key) for e in cache.take_events().events] == [
-      (1, events[0].key)
-    ]
+    (removed,) = cache.take_events().events
+    assert (removed.page, removed.key) == (1, events[0].key)
     cache.reset_prefix_cache()
     (cleared,) = cache.take_events().events
     assert type(cleared).__name__ == "Cleared"
     assert cache.take_events().events == []
 
-  def test_new_pages(self, cache):
-    one = request("0", range(9))
-    admit(cache, one)
+  def test_new_pages_are_reported_once(self, cache):
+    req = request("0", range(9))
+    admit(cache, req)
     assert cache.take_new_page_ids() == [1, 2, 3]
-    cache.free(one)
+    cache.free(req)
     # A page that was found is not new, a page of the free queue is.
     assert admit(cache, request("1", range(10))) == ([[1, 2]], [[3]])
     assert cache.take_new_page_ids() == [3]
     assert cache.take_new_page_ids() == []
 
-  def test_new_pages_of_some_groups(self):
-    """What another request found is left to whoever got it first."""
+  def test_skipped_groups_report_no_new_pages(self):
+    """Hits are not new pages of the request that finds them."""
     cache = hybrid(CacheManager, track_new_pages=True)
-    one, two = request("0", range(17)), request("1", range(20))
-    admit(cache, one, skip_zeroing_group_ids=[2])
-    assert admit(cache, two, skip_zeroing_group_ids=[0, 1]) == (
+    admit(cache, request("0", range(17)), skip_zeroing_group_ids=[2])
+    req = request("1", range(20))
+    assert admit(cache, req, skip_zeroing_group_ids=[0, 1]) == (
       [[1, 2, 3, 4], [0, 0, 8, 9], [0, 0, 13, 14]],
       [[16], [17], [18]],
     )
@@ -415,26 +422,26 @@ class TestReadings:
 
 
 class TestRequests:
-  def test_names_come_back(self, cache):
+  def test_names_of_finished_requests_serve_again(self, cache):
     """A finished request's name and slot serve the next one."""
-    for number in range(40):
-      one = request("same", range(100 * number, 100 * number + 9))
-      admit(cache, one)
-      cache.free(one)
+    for turn in range(40):
+      req = request("same", range(100 * turn, 100 * turn + 9))
+      admit(cache, req)
+      cache.free(req)
     assert cache.num_free_pages == 10
     jaxkv.check(cache.state)
 
-  def test_prompt_length_is_taken_at_first(self):
-    one = request("0", range(5))
-    one.token_ids.append(5)
-    assert (one.num_prompt_tokens, one.num_tokens) == (5, 6)
+  def test_prompt_length_is_that_of_the_first_tokens(self):
+    req = request("0", range(5))
+    req.token_ids.append(5)
+    assert (req.num_prompt_tokens, req.num_tokens) == (5, 6)
 
-  def test_an_old_state_is_a_value(self, cache):
+  def test_old_states_do_not_change(self, cache):
     """It does not change when the manager goes on."""
-    before = cache.state
+    old_state = cache.state
     admit(cache, request("0", range(9)))
-    jaxkv.check(before)
-    assert jaxkv.free_pages(before) == list(range(1, 11))
+    jaxkv.check(old_state)
+    assert jaxkv.free_pages(old_state) == list(range(1, 11))
     assert jaxkv.free_pages(cache.state) == cache.free_queue()
 
 
@@ -458,21 +465,21 @@ def test_common_pages_are_those_of_all_requests():
 
 def test_numbers_of_numpy_do_not_overflow():
   cache = single(CacheManager)
-  one = request("a", range(20))
-  admit(cache, one, 16)
-  one.num_computed_tokens = np.uint8(16)
-  assert ids(cache.allocate_slots(one, np.uint8(4)))[0]
+  req = request("a", range(20))
+  admit(cache, req, 16)
+  req.num_computed_tokens = np.uint8(16)
+  assert ids(cache.allocate_slots(req, np.uint8(4)))[0]
 
 
 def test_the_hit_of_another_manager_is_hashed_again():
-  first, second = single(CacheManager), single(CacheManager)
-  one = request("a", range(9))
-  pages, _ = first.get_computed_pages(one)
-  second.allocate_slots(one, 9, 0, pages)
-  assert hit_of(second, request("b", range(9)))[1] == 8
+  req = request("a", range(9))
+  pages, _ = single(CacheManager).get_computed_pages(req)
+  cache = single(CacheManager)
+  cache.allocate_slots(req, 9, 0, pages)
+  assert hit_of(cache, request("b", range(9)))[1] == 8
 
 
-def test_a_call_that_fails_keeps_the_request_of_before():
+def test_failed_calls_keep_the_known_request():
   cache = single(CacheManager)
   admit(cache, request("a", range(9)))
   with pytest.raises(ValueError, match="num_computed_tokens"):

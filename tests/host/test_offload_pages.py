@@ -27,12 +27,20 @@ def manager(**options):
   return CacheManager(7, [FULL], LONGEST, **options)
 
 
-def serve(cache, name, first, count=10):
-  """Admits and frees a request of tokens from `first` on; returns its hit."""
-  one = request(name, range(first, first + count))
-  hit = admit(cache, one)[0]
+def used_manager(**options):
+  """Makes a manager that served more requests than it has device pages for."""
+  cache = manager(**options)
+  for name, first_token in (("a", 0), ("b", 100), ("c", 200)):
+    serve(cache, name, first_token)
+  return cache
+
+
+def serve(cache, name, first_token, count=10):
+  """Serves a request of the tokens from `first_token` on; returns its hit."""
+  req = request(name, range(first_token, first_token + count))
+  hit = admit(cache, req)[0]
   pages = cache.get_page_ids(name)[0]
-  cache.free(one)
+  cache.free(req)
   return hit[0], pages
 
 
@@ -65,29 +73,28 @@ def test_contents_follow_the_moves():
       lambda pool: pool.at[pages].set(marks[:, None, None, None]), kv
     )
 
-  draws, restored = np.random.default_rng(0), 0
+  draws = np.random.default_rng(0)
+  restored = 0
   for turn in range(60):
-    first = 100 * int(draws.integers(4))
-    one = request(str(turn), range(first, first + 10))
-    hit, _ = admit(cache, one)
+    first_token = 100 * int(draws.integers(4))
+    req = request(str(turn), range(first_token, first_token + 10))
+    hit, _ = admit(cache, req)
     moves = cache.take_moves()
     kv, offload = move(kv, offload, moves)
-    pages = cache.get_page_ids(one.request_id)[0]
+    pages = cache.get_page_ids(req.request_id)[0]
     restored += int(np.sum(moves.restored_from[: moves.count] != NONE))
     new = cache.take_new_page_ids()
     assert set(new) == set(pages[len(hit[0]) :])
-    marks = np.arange(first, first + 3, dtype=np.uint16)
-    found = np.asarray(jax.tree.leaves(kv)[0])[pages[: len(hit[0])], 0, 0, 0]
-    np.testing.assert_array_equal(found, marks[: len(hit[0])])
+    marks = np.arange(first_token, first_token + 3, dtype=np.uint16)
+    actual = np.asarray(jax.tree.leaves(kv)[0])[pages[: len(hit[0])], 0, 0, 0]
+    np.testing.assert_array_equal(actual, marks[: len(hit[0])])
     kv = write(kv, np.asarray(pages), marks)
-    cache.free(one)
+    cache.free(req)
   assert restored > 10
 
 
-def test_events_tell_what_neither_memory_has():
-  cache = manager(offload_pages=1, num_events=64)
-  for name, first in (("a", 0), ("b", 100), ("c", 200)):
-    serve(cache, name, first)
+def test_pages_in_neither_memory_are_removed():
+  cache = used_manager(offload_pages=1, num_events=64)
   removed = [
     event.page
     for event in cache.take_events().events
@@ -100,9 +107,7 @@ def test_events_tell_what_neither_memory_has():
 
 
 def test_evict_and_reset_reach_offload_memory():
-  cache = manager()
-  for name, first in (("a", 0), ("b", 100), ("c", 200)):
-    serve(cache, name, first)
+  cache = used_manager()
   assert hit_of(cache, request("d", range(10)))[0] == [[1, 8]]
   cache.evict_pages([8])
   assert hit_of(cache, request("d", range(10)))[0] == [[1]]
@@ -112,9 +117,7 @@ def test_evict_and_reset_reach_offload_memory():
 
 
 def test_a_policy_of_never_moves_nothing():
-  cache = manager(offload_policy="never")
-  for name, first in (("a", 0), ("b", 100), ("c", 200)):
-    serve(cache, name, first)
+  cache = used_manager(offload_policy="never")
   assert move_rows(cache.take_moves()) == []
   assert cache.make_prefix_cache_stats().dropped == 1
 
@@ -122,9 +125,7 @@ def test_a_policy_of_never_moves_nothing():
 @pytest.mark.slow
 def test_a_loop_goes_on_with_both_memories():
   """The device finds a page on the host, and the manager one that it moved."""
-  cache = manager()
-  for name, first in (("a", 0), ("b", 100), ("c", 200)):
-    serve(cache, name, first)
+  cache = used_manager()
   with pytest.raises(ValueError, match="take_moves"):
     _ = cache.state
   cache.take_moves()

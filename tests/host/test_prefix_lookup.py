@@ -40,19 +40,22 @@ class EvenPages(SlidingWindow):
 )
 def test_hits_are_those_of_the_general_rule(groups, use_eagle, policy):
   manager = CacheManager(9, groups, 64, True, use_eagle, policy=policy)
-  state, config = manager._state, manager.config
-  draws, num_hits = random.Random(0), 0
+  state = manager._state
+  config = manager.config
+  draws = random.Random(0)
+  num_digests = 10
+  num_hits = 0
   for _ in range(100):
-    limit, num_digests = draws.randrange(41), 10
+    limit = draws.randrange(41)
     cached = np.zeros((1, len(groups), num_digests), bool)
     pages = []
     for row, group in zip(cached[0], state.groups, strict=True):
       column = [int(draws.random() < 0.8) for _ in range(10 // group.step)]
       row[: len(column)] = column
       pages.append(column)
-    numbers = np.array([[limit], [num_digests * config.page_size]], np.int32)
+    counts = np.array([[limit], [num_digests * config.page_size]], np.int32)
     tokens, longest = (
-      int(n[0]) for n in longest_hit.agree(config, cached, *numbers)
+      int(n[0]) for n in longest_hit.agree(config, cached, *counts)
     )
     answer = prefix_lookup._agree(state, pages, limit, num_digests)
     # A longest hit that is no longer than the prefix is not reported.

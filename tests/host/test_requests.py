@@ -42,12 +42,12 @@ def cache():
 )
 def test_tokens_are_numbers(cache, tokens):
   """Cast, several of these would be the tokens that request a began with."""
-  one = Request("new", tokens)
+  req = Request("new", tokens)
   with unchanged(cache):
     with pytest.raises(ValueError, match="of 'new' must be 32-bit integers"):
-      cache.get_computed_pages(one)
+      cache.get_computed_pages(req)
     with pytest.raises(ValueError, match="of 'new' must be 32-bit integers"):
-      cache.allocate_slots(one, len(tokens))
+      cache.allocate_slots(req, len(tokens))
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_integers_of_any_type_are_tokens(cache, tokens):
 @pytest.mark.parametrize("token", [9.0, "9", None, 2**31])
 def test_decoded_tokens_are_numbers(cache, token):
   """Tokens are read when their page is full."""
-  one = running(num_computed_tokens=11)
-  one.token_ids += [9, 9, token]
+  req = running(num_computed_tokens=11)
+  req.token_ids += [9, 9, token]
   with (
     unchanged(cache),
     pytest.raises(ValueError, match=r"of 'a' must be .* from 8 to 11"),
   ):
-    cache.step([one])
-  one.token_ids[11] = 9
-  assert cache.step([one]) == [CachePages(([],))]
+    cache.step([req])
+  req.token_ids[11] = 9
+  assert cache.step([req]) == [CachePages(([],))]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,11 @@ def test_decoded_tokens_are_numbers(cache, token):
 )
 def test_counts_of_a_request_are_ints(fields):
   cache = CacheManager(11, [WINDOW], 64)
-  one = request("a", range(9))
-  admit(cache, one)
+  req = request("a", range(9))
+  admit(cache, req)
   with unchanged(cache):
-    wrong, text = running(**fields), f"{next(iter(fields))}` must be an int"
+    wrong = running(**fields)
+    text = f"{next(iter(fields))}` must be an int"
     with pytest.raises(TypeError, match=text):
       cache.step([wrong])
     with pytest.raises(TypeError, match=text):
@@ -95,11 +96,7 @@ def test_counts_of_a_request_are_ints(fields):
 @pytest.mark.parametrize(
   ("fields", "step", "message"),
   [
-    (
-      {"num_computed_tokens": -3},
-      (1,),
-      "computed_tokens` must be at least",
-    ),
+    ({"num_computed_tokens": -3}, (1,), "computed_tokens` must be at least"),
     ({"num_computed_tokens": 2**40}, (1,), "got 1099511627777"),
     ({}, (2**63 - 1,), "got 9223372036854775807"),
     ({}, ([2**63 - 1],), "got 9223372036854775807"),
@@ -112,10 +109,9 @@ def test_counts_of_a_step_fit(cache, fields, step, message):
 
 
 def test_tokens_in_an_array_of_jax(cache):
-  one = running()
-  one.request_id, one.num_computed_tokens = "other", 0
-  one.token_ids = jnp.asarray([*range(8), 100], jnp.int32)
-  assert cache.get_computed_pages(one)[1] == 8
+  req = running("other", num_computed_tokens=0)
+  req.token_ids = jnp.asarray([*range(8), 100], jnp.int32)
+  assert cache.get_computed_pages(req)[1] == 8
 
 
 def _calls_with_pages(cache):
@@ -138,15 +134,15 @@ def test_page_ids_exist(cache, page):
       call([1, page])
 
 
-def test_ids_of_numpy_do_not_spread(cache):
+def test_page_ids_of_numpy_become_ints(cache):
   pages = np.array([5, 6], np.uint8)
   cache.pages.hold(iter(pages))
   assert cache.pages.ref_counts(pages) == [1, 1]
   cache.pages.release(iter(pages))
-  one = request("numpy", range(70, 79))
-  admit(cache, one)
-  cache.free(one)
-  hit, num_tokens = cache.get_computed_pages(one)
+  req = request("numpy", range(70, 79))
+  admit(cache, req)
+  cache.free(req)
+  hit, num_tokens = cache.get_computed_pages(req)
   hit = CachePages(([*np.array(hit.pages[0])],))
   cache.allocate_slots(request("numpy", range(70, 79)), 1, num_tokens, hit)
   ids = [*cache.get_page_ids("numpy")[0], *cache.free_queue()]
@@ -161,26 +157,28 @@ def test_counts_of_readings_are_ints(cache, count):
     cache.get_computed_pages(request("new", range(9)), count)
 
 
+def request_without_status():
+  return types.SimpleNamespace(
+    request_id="new", token_ids=[*range(36)], num_computed_tokens=0
+  )
+
+
 def test_newcomers_without_a_status_leave_pages_free():
   """As those that wait, until they have computed tokens."""
   cache = single(CacheManager, watermark=0.2)
-  one = types.SimpleNamespace(
-    request_id="new", token_ids=[*range(36)], num_computed_tokens=0
-  )
+  req = request_without_status()
   with unchanged(cache):
-    assert cache.allocate_slots(one, 36) is None
-  one.status = "running"
-  assert cache.allocate_slots(one, 36) is not None
+    assert cache.allocate_slots(req, 36) is None
+  req.status = "running"
+  assert cache.allocate_slots(req, 36) is not None
 
 
-def test_a_running_request_without_a_status_takes_them():
+def test_running_requests_without_a_status_take_all_pages():
   cache = single(CacheManager, watermark=0.2)
-  one = types.SimpleNamespace(
-    request_id="new", token_ids=[*range(36)], num_computed_tokens=0
-  )
-  assert cache.allocate_slots(one, 4) is not None
-  one.num_computed_tokens = 4
-  assert cache.allocate_slots(one, 32) is not None
+  req = request_without_status()
+  assert cache.allocate_slots(req, 4) is not None
+  req.num_computed_tokens = 4
+  assert cache.allocate_slots(req, 32) is not None
 
 
 def test_null_pages_are_not_new():
@@ -192,7 +190,7 @@ def test_null_pages_are_not_new():
 
 
 @pytest.mark.parametrize("field", ["token_ids", "all_token_ids"])
-def test_any_object_will_do(field):
+def test_objects_of_any_class_are_requests(field):
   cache = single(CacheManager)
 
   def make(name, tokens):
@@ -200,31 +198,32 @@ def test_any_object_will_do(field):
       request_id=name, num_computed_tokens=0, **{field: list(tokens)}
     )
 
-  one, two = make("0", range(10)), make("1", range(14))
-  assert cache.get_computed_pages(one)[1] == 0
-  assert cache.allocate_slots(one, 10).get_page_ids() == ([1, 2, 3],)
-  found, tokens = cache.get_computed_pages(two)
-  assert (found.get_page_ids(), tokens) == (([1, 2],), 8)
-  new = cache.allocate_slots(two, 6, tokens, found)
+  req_a = make("0", range(10))
+  req_b = make("1", range(14))
+  assert cache.get_computed_pages(req_a)[1] == 0
+  assert cache.allocate_slots(req_a, 10).get_page_ids() == ([1, 2, 3],)
+  hit_pages, tokens = cache.get_computed_pages(req_b)
+  assert (hit_pages.get_page_ids(), tokens) == (([1, 2],), 8)
+  new = cache.allocate_slots(req_b, 6, tokens, hit_pages)
   assert new.get_page_ids() == ([4, 5],)
-  two.num_computed_tokens = 14
-  getattr(two, field).extend([14, 15, 16])
-  assert cache.step([two], 3) == [CachePages(([6],))]
+  req_b.num_computed_tokens = 14
+  getattr(req_b, field).extend([14, 15, 16])
+  assert cache.step([req_b], 3) == [CachePages(([6],))]
   assert cache.cached_page_ids() == {1, 2, 4, 5}
-  cache.free(one)
-  cache.free(two)
+  cache.free(req_a)
+  cache.free(req_b)
   assert cache.num_free_pages == 10
 
 
 def test_status_may_be_an_enum():
   status = enum.Enum("Status", ["WAITING", "RUNNING", "PREEMPTED"])
   cache = single(CacheManager, watermark=0.2)
-  one = request("0", range(36))
+  req = request("0", range(36))
   for waiting in (status.WAITING, status.PREEMPTED):
-    one.status = waiting
-    assert cache.allocate_slots(one, 36) is None
-  one.status = status.RUNNING
-  assert cache.allocate_slots(one, 36) is not None
+    req.status = waiting
+    assert cache.allocate_slots(req, 36) is None
+  req.status = status.RUNNING
+  assert cache.allocate_slots(req, 36) is not None
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ class TestCounts:
     "name", ["num_prompt_tokens", "shared_prefix_boundary"]
   )
   def test_a_manager_refuses_other_values(self, cache, name, value, error):
-    one = types.SimpleNamespace(
+    req = types.SimpleNamespace(
       request_id="new",
       token_ids=[1, 2, 3],
       num_computed_tokens=0,
@@ -259,6 +258,6 @@ class TestCounts:
     )
     with unchanged(cache):
       with pytest.raises(error, match=f"`{name}` must be .*, got"):
-        cache.get_computed_pages(one)
+        cache.get_computed_pages(req)
       with pytest.raises(error, match=f"`{name}` must be .*, got"):
-        cache.allocate_slots(one, 3)
+        cache.allocate_slots(req, 3)

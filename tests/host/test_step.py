@@ -29,63 +29,68 @@ class Pair:
       for cache in (make(CacheManager, key=KEY), make(CacheManager, key=KEY))
     )
     for cache, requests in (self.alone, self.together):
-      for one in requests:
-        assert admit(cache, one)[1] is not None
+      for req in requests:
+        assert admit(cache, req)[1] is not None
 
   def step(self, new=1, lookahead=0, tokens=()):
-    """What each got, one after the other and together; ids or None."""
+    """Returns new ids or None by request: of single calls, and of a step."""
     rows = range(len(self.alone[1]))
     counts = [new] * len(rows) if isinstance(new, int) else new
     for _, requests in (self.alone, self.together):
       for row in rows:
-        known = tokens or [row] * counts[row]
-        requests[row].token_ids.extend(known)
+        row_tokens = tokens or [row] * counts[row]
+        requests[row].token_ids.extend(row_tokens)
     cache, requests = self.alone
-    wanted = [
-      cache.allocate_slots(one, count, num_lookahead_tokens=lookahead)
-      for one, count in zip(requests, counts, strict=True)
+    expected = [
+      cache.allocate_slots(req, count, num_lookahead_tokens=lookahead)
+      for req, count in zip(requests, counts, strict=True)
     ]
     cache, requests = self.together
     got = cache.step(requests, new, lookahead)
     for _, requests in (self.alone, self.together):
       for row in rows:
-        if wanted[row] is not None:
+        if expected[row] is not None:
           requests[row].num_computed_tokens += counts[row]
-    return [[out and ids(out) for out in side] for side in (wanted, got)]
+    return [[out and ids(out) for out in side] for side in (expected, got)]
 
   def pages(self):
     """Tables by request, of both."""
     return [
-      [cache.get_page_ids(one.request_id) for one in requests]
+      [cache.get_page_ids(req.request_id) for req in requests]
       for cache, requests in (self.alone, self.together)
     ]
 
 
-def assert_equal_states(one, other):
-  chex.assert_trees_all_equal(one.state, other.state, strict=True)
+def ready(cache, *prompts):
+  """Returns running requests of `prompts`, each with a token to compute."""
+  requests = [request(str(n), prompt) for n, prompt in enumerate(prompts)]
+  for req in requests:
+    assert admit(cache, req)[1] is not None
+    req.token_ids.append(3)
+  return requests
+
+
+def assert_equal_states(manager_a, manager_b):
+  chex.assert_trees_all_equal(manager_a.state, manager_b.state, strict=True)
 
 
 class TestFull:
-  def test_decode(self):
+  def test_decode_equals_single_calls(self):
     pair = Pair(single, [range(5), range(50, 57), range(90, 98)])
     for _ in range(6):
-      wanted, got = pair.step()
-      assert wanted == got
+      expected, got = pair.step()
+      assert expected == got
     assert_equal_states(pair.alone[0], pair.together[0])
     jaxkv.check(pair.together[0].state)
 
-  def test_exact_pages(self):
+  def test_pages_are_taken_in_the_order_of_the_call(self):
     cache = single(CacheManager)
-    one, two = request("0", range(4)), request("1", range(50, 53))
-    admit(cache, one)
-    admit(cache, two)
-    for running in (one, two):
-      running.token_ids.append(9)
+    req_a, req_b = ready(cache, range(4), range(50, 53))
     # The order is that of the call, not of the slots.
-    assert [ids(p) for p in cache.step([two, one])] == [[[]], [[3]]]
+    assert [ids(p) for p in cache.step([req_b, req_a])] == [[[]], [[3]]]
     assert cache.cached_page_ids() == {1, 2}
 
-  def test_those_without_room_get_none_and_later_ones_are_served(self):
+  def test_requests_without_room_get_none_and_later_ones_their_pages(self):
     # 9 of 10 pages are held.
     pair = Pair(single, [range(12), range(50, 62), range(90, 101)])
     answers = [[[[10]], None, [[]]]] * 2
@@ -96,7 +101,7 @@ class TestFull:
     assert hit_of(pair.together[0], request("x", range(90, 101)))[1] == 8
     jaxkv.check(pair.together[0].state)
 
-  def test_who_was_refused_is_served_later(self):
+  def test_refused_requests_are_served_when_pages_are_free(self):
     pair = Pair(single, [range(16), range(50, 66), range(90, 98)])
     for side in pair.step():
       assert side == [None, None, None]
@@ -108,23 +113,23 @@ class TestFull:
 
   def test_chunks_of_many_pages(self):
     pair = Pair(single, [range(3), range(50, 54)])
-    wanted, got = pair.step([15, 8])
-    assert wanted == got == [[[3, 4, 5, 6]], [[7, 8]]]
+    expected, got = pair.step([15, 8])
+    assert expected == got == [[[3, 4, 5, 6]], [[7, 8]]]
     assert_equal_states(pair.alone[0], pair.together[0])
 
   def test_drafts_and_lookahead(self):
     """Room for tokens that are not known; they are not published."""
     pair = Pair(single, [range(5), range(50, 58)])
-    for one in (*pair.alone[1], *pair.together[1]):
-      one.token_ids.append(1)
+    for req in (*pair.alone[1], *pair.together[1]):
+      req.token_ids.append(1)
     cache, requests = pair.alone
-    wanted = [
-      ids(cache.allocate_slots(one, 3, num_lookahead_tokens=2))
-      for one in requests
+    expected = [
+      ids(cache.allocate_slots(req, 3, num_lookahead_tokens=2))
+      for req in requests
     ]
     cache, requests = pair.together
     got = [ids(out) for out in cache.step(requests, 3, 2)]
-    assert wanted == got == [[[5]], [[6, 7]]]
+    assert expected == got == [[[5]], [[6, 7]]]
     assert_equal_states(pair.alone[0], pair.together[0])
     assert cache.cached_page_ids() == {1, 3, 4}
     requests[0].token_ids.extend([2, 3])
@@ -133,124 +138,115 @@ class TestFull:
 
   def test_lookahead_ends_with_the_longest_sequence(self):
     cache = single(CacheManager)
-    one = request("0", range(35))
-    admit(cache, one)
-    assert ids(cache.step([one], 1, 100)[0] or cache.create_empty_page_list())
+    req = request("0", range(35))
+    admit(cache, req)
+    assert ids(cache.step([req], 1, 100)[0] or cache.create_empty_page_list())
     assert cache.get_page_ids("0") == ([*range(1, 10)],)
 
-  def test_items(self):
+  def test_placeholders_of_later_chunks_are_content(self):
     """Placeholders of a later chunk are content too."""
     tokens = [1, 2, 9, 9, 9, 9, 9, 3, 4, 5, 6, 7, 8]
     image = MultimodalItem("image", 2, 5)
     cache = single(CacheManager)
-    one = request("0", tokens, mm=[image])
+    req = request("0", tokens, mm=[image])
     plain = request("1", range(50, 54))
-    admit(cache, one, 3)
+    admit(cache, req, 3)
     admit(cache, plain)
     plain.token_ids.extend([54, 55])
-    assert cache.step([one, plain], [7, 2]) is not None
-    one.num_computed_tokens = 10
+    assert cache.step([req, plain], [7, 2]) is not None
+    req.num_computed_tokens = 10
     for new in (1, 1, 1):
-      cache.step([one], new)
-      one.num_computed_tokens += new
-    again = request("2", tokens, mm=[image])
-    assert hit_of(cache, again)[1] == 12
-    other = [image._replace(identifier="another")]
-    assert hit_of(cache, request("3", tokens, mm=other))[1] == 0
+      cache.step([req], new)
+      req.num_computed_tokens += new
+    repeat = request("2", tokens, mm=[image])
+    assert hit_of(cache, repeat)[1] == 12
+    other_items = [image._replace(identifier="another")]
+    assert hit_of(cache, request("3", tokens, mm=other_items))[1] == 0
     assert hit_of(cache, request("4", tokens))[1] == 0
 
-  def test_an_image_that_is_computed_token_by_token(self):
-    """Beside text; its pages are no hit of equal tokens without the image."""
+  def test_images_computed_token_by_token_are_told_apart(self):
+    """Equal tokens without the image do not hit its pages."""
     tokens = [1, 2, 3, 4, 9, 9, 9, 9, 5]
     image = MultimodalItem("image", 4, 4)
     cache = single(CacheManager)
-    one = request("0", tokens, mm=[image])
+    req = request("0", tokens, mm=[image])
     plain = request("1", range(50, 54))
-    admit(cache, one, 4)
+    admit(cache, req, 4)
     admit(cache, plain)
     for token in range(60, 64):
       plain.token_ids.append(token)
-      cache.step([plain, one])
+      cache.step([plain, req])
       plain.num_computed_tokens += 1
-      one.num_computed_tokens += 1
+      req.num_computed_tokens += 1
     assert hit_of(cache, request("2", tokens, mm=[image]))[1] == 8
     assert hit_of(cache, request("3", tokens))[1] == 4
-    other = image._replace(identifier="another")
-    assert hit_of(cache, request("4", tokens, mm=[other]))[1] == 4
+    other_image = image._replace(identifier="another")
+    assert hit_of(cache, request("4", tokens, mm=[other_image]))[1] == 4
     assert hit_of(cache, request("5", [*plain.token_ids, 1]))[1] == 8
 
   @pytest.mark.parametrize("new", [1, 3])
-  def test_a_request_without_tokens(self, new):
+  def test_requests_without_tokens_get_pages(self, new):
     """It gets room for tokens to come, and the others are served."""
     pair = Pair(single, [range(5), range(50, 57)])
     for cache, requests in (pair.alone, pair.together):
       requests.insert(1, request("empty", []))
       assert ids(cache.allocate_slots(requests[1], 2)) == [[5]]
-      for one in (requests[0], requests[2]):
-        one.token_ids.extend(range(new))
+      for req in (requests[0], requests[2]):
+        req.token_ids.extend(range(new))
     for computed in (2, 4):
       for _, requests in (pair.alone, pair.together):
         requests[1].num_computed_tokens = computed
       cache, requests = pair.alone
-      wanted = [cache.allocate_slots(one, new) for one in requests]
+      expected = [cache.allocate_slots(req, new) for req in requests]
       got = pair.together[0].step(pair.together[1], new)
-      assert [ids(out) for out in got] == [ids(out) for out in wanted]
+      assert [ids(out) for out in got] == [ids(out) for out in expected]
     assert_equal_states(pair.alone[0], pair.together[0])
     jaxkv.check(pair.together[0].state)
 
-  def test_several_requests_publish_the_same(self):
+  def test_first_of_equal_pages_in_a_call_is_found(self):
     """Two copies of one page, of which the first in the call is found."""
     cache = single(CacheManager)
-    one, two = request("0", range(3)), request("1", range(3))
-    admit(cache, one)
-    admit(cache, two)
-    for running in (one, two):
-      running.token_ids.append(3)
-    cache.step([two, one])
+    req_a, req_b = ready(cache, range(3), range(3))
+    cache.step([req_b, req_a])
     assert cache.cached_page_ids() == {1, 2}
     assert hit_of(cache, request("2", range(5))) == ([[2]], 4)
 
 
 class TestHybrid:
-  def test_same_pages_and_the_same_number_free(self):
+  def test_tables_and_free_counts_equal_those_of_single_calls(self):
     """Only the ids differ: all give back before any takes."""
     pair = Pair(hybrid, [range(6), range(50, 61)])
-    for number in range(16):
-      wanted, got = pair.step()
+    for turn in range(16):
+      expected, got = pair.step()
       shapes = [
         [answer and list(map(len, answer)) for answer in side]
-        for side in (wanted, got)
+        for side in (expected, got)
       ]
-      assert shapes[0] == shapes[1], number
-      held = [
+      assert shapes[0] == shapes[1], turn
+      is_held = [
         [[list(map(bool, column)) for column in pages] for pages in tables]
         for tables in pair.pages()
       ]
-      assert held[0] == held[1], number
+      assert is_held[0] == is_held[1], turn
       free = [side[0].num_free_pages for side in (pair.alone, pair.together)]
-      assert free[0] == free[1], number
+      assert free[0] == free[1], turn
     jaxkv.check(pair.together[0].state)
 
-  def test_all_give_back_before_any_takes(self):
+  def test_all_requests_give_back_before_any_takes(self):
     """A page behind the second window serves the first request."""
     cache = hybrid(CacheManager)
-    one, two = request("0", range(16)), request("1", range(50, 66))
-    admit(cache, one)
-    admit(cache, two)
+    requests = ready(cache, range(16), range(50, 66))
     assert cache.num_free_pages == 0
-    for running in (one, two):
-      running.token_ids.append(0)
     # Each request gives 2 pages back in both windows, and takes 3.
-    assert [list(map(len, ids(out))) for out in cache.step([one, two])] == [
-      [1, 1, 1]
-    ] * 2
+    answers = cache.step(requests)
+    assert [list(map(len, ids(out))) for out in answers] == [[1, 1, 1]] * 2
     assert cache.num_free_pages == 2
 
   def test_a_refused_request_still_gives_windows_back(self):
     cache = hybrid(CacheManager)
-    one = request("0", range(16))
-    admit(cache, one)
-    assert cache.step([one], 48) == [None]
+    req = request("0", range(16))
+    admit(cache, req)
+    assert cache.step([req], 48) == [None]
     assert cache.get_page_ids("0") == (
       [1, 2, 3, 4],
       [0, 0, 7, 8],
@@ -261,26 +257,21 @@ class TestHybrid:
 
 
 @pytest.mark.parametrize("make", [single, hybrid])
-def test_a_step_of_requests_that_hold_all_pages(make):
+def test_requests_that_hold_all_pages_step(make):
   cache = make(CacheManager)
   count = (cache.config.num_pages - 1) // cache.config.num_groups
-  running = [request(str(n), [n]) for n in range(count)]
-  for one in running:
-    assert admit(cache, one)[1] is not None
-    one.token_ids.append(0)
-  answers = cache.step(running)
-  assert [len(answer.get_page_ids()[0]) for answer in answers] == [0] * len(
-    running
-  )
+  requests = ready(cache, *[[n] for n in range(count)])
+  answers = cache.step(requests)
+  assert [len(answer.get_page_ids()[0]) for answer in answers] == [0] * count
   jaxkv.check(cache.state)
 
 
-def test_a_request_that_was_freed_does_not_step():
+def test_freed_requests_are_refused():
   """The same requests again, of which one holds nothing any more."""
   cache = single(CacheManager)
   requests = [request("a", range(5)), request("b", range(50, 57))]
-  for one in requests:
-    admit(cache, one)
+  for req in requests:
+    admit(cache, req)
   assert None not in cache.step(requests)
   cache.free(requests[1])
   with pytest.raises(KeyError, match="'b' holds no page"):

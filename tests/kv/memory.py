@@ -20,8 +20,8 @@ def make(dtype="float32", **changes):
   pages = {"num_pages": PAGES, "page_size": SIZE}
   pages |= {name: changes.pop(name) for name in pages if name in changes}
   config = jaxkv.CacheConfig(num_slots=1, pages_per_slot=1, **pages)
-  sizes = {"num_layers": LAYERS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
-  return memory.init(config, dtype=dtype, **{**sizes, **changes})
+  fields = {"num_layers": LAYERS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+  return memory.init(config, dtype=dtype, **{**fields, **changes})
 
 
 def poisoned(dtype="float32"):

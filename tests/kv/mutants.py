@@ -31,12 +31,12 @@ _TABLE = {
   "moves are made twice": (
     "offload_memory:_are_next",
     returned(lambda out, g: out | True),
-    _MISUSE + "test_repeated",
+    _MISUSE + "test_repeated_moves_are_reported",
   ),
   "no moves are forgotten": (
     "offload_memory:misuse_of",
     returned(lambda out, g: out * 0),
-    _MISUSE + "test_forgotten",
+    _MISUSE + "test_forgotten_moves_are_reported",
   ),
   "clusters cannot be given": (
     "share:share",

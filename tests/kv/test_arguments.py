@@ -46,10 +46,7 @@ def share(where):
     (lambda: memory.write(KV, VIEW, 0, NEW, None), "`v` .* latents, got None"),
     (lambda: memory.attend(KV, VIEW, 0, Q.tolist()), "`q` .* got list"),
     (lambda: attend(sinks=[0.0] * HEADS), "`options.sinks` .* got list"),
-    (
-      lambda: attend(alibi_slopes=(0.0,)),
-      "`options.alibi_slopes` .* tuple",
-    ),
+    (lambda: attend(alibi_slopes=(0.0,)), "`options.alibi_slopes` .* tuple"),
     (lambda: attend(tree_mask=[[[True]]]), "`options.tree_mask` .* got list"),
     (lambda: attend(window=[3]), "`options.window` must be .* got list"),
     (lambda: attend(window=0), "`options.window` must be at least 1.* got 0"),
@@ -159,8 +156,8 @@ class TestLayers:
 
 class TestCheck:
   def config(self, **changes):
-    sizes = {"num_pages": PAGES, "page_size": SIZE, "num_slots": 1}
-    return jaxkv.CacheConfig(**(sizes | {"pages_per_slot": 2} | changes))
+    fields = {"num_pages": PAGES, "page_size": SIZE, "num_slots": 1}
+    return jaxkv.CacheConfig(**(fields | {"pages_per_slot": 2} | changes))
 
   def test_equal_pages(self):
     memory.check(KV, self.config())

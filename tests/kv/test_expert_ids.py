@@ -21,8 +21,8 @@ _WIDTH = 3
 
 
 def _config(**changes):
-  sizes = {"num_pages": PAGES, "page_size": SIZE, "num_slots": 1}
-  return jaxkv.CacheConfig(pages_per_slot=8, **(sizes | changes))
+  fields = {"num_pages": PAGES, "page_size": SIZE, "num_slots": 1}
+  return jaxkv.CacheConfig(pages_per_slot=8, **(fields | changes))
 
 
 def _make(dtype="uint8", **changes):

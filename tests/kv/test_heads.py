@@ -143,8 +143,8 @@ def test_kernels_on_four_devices_stay_in_place(target, backend):
   """XLA would gather the pages for a Triton kernel, and refuses Mosaic's."""
   mesh = mesh_of(target, "heads", 4)
   options = {"storage_dtype": "bfloat16", "head_dim": 128, "num_kv_heads": 8}
-  sizes = {"num_pages": 1024, "page_size": 16}
-  kv = jax.eval_shape(lambda: make("bfloat16", **options, **sizes))
+  fields = {"num_pages": 1024, "page_size": 16}
+  kv = jax.eval_shape(lambda: make("bfloat16", **options, **fields))
 
   def step(kv, where, q):
     new = q[:, :, ::2]

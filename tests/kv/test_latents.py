@@ -30,15 +30,17 @@ from tests.tools.pool_copies import assert_in_place
 
 pytestmark = pytest.mark.slow
 
-DIM, VALUE, HEADS = 24, 16, 6
+DIM = 24
+VALUE = 16
+HEADS = 6
 FORMATS = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 SCALE = 0.3
 
 
 def latents(dtype="float32", **changes):
   """Small pages that hold NaN everywhere, or scales of NaN."""
-  sizes = {"num_kv_heads": 1, "head_dim": DIM, "value_dim": VALUE}
-  kv = make(dtype, **{**sizes, **changes})
+  fields = {"num_kv_heads": 1, "head_dim": DIM, "value_dim": VALUE}
+  kv = make(dtype, **{**fields, **changes})
   if kv.k_scale is not None:
     return dataclasses.replace(kv, k_scale=kv.k_scale * jnp.nan)
   nan = np.full(kv.k.shape, np.nan, jnp.dtype(dtype)).view(kv.k.dtype)
@@ -214,7 +216,8 @@ class TestAttend:
   @pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
   @pytest.mark.parametrize("columns", [1, 2])
   def test_unsupported_backends_are_refused(self, backend, columns):
-    where, q = view(TABLE, [5, 4, 0], [1, 1, 0]), queries("float32", 3, columns)
+    where = view(TABLE, [5, 4, 0], [1, 1, 0])
+    q = queries("float32", 3, columns)
     options = AttentionOptions(scale=SCALE)
     with pytest.raises(NotImplementedError, match="`value_dim` must be None"):
       memory.attend(filled(), where, 2, q, options=options, backend=backend)
@@ -241,7 +244,8 @@ class TestOtherCalls:
     shared = memory.share(kv, where, num_clusters=1, cluster_size=2)
     assert shared.shared is None
     fresh = memory.refresh_shared(kv, where)
-    q, options = queries("float32", 3, 1), AttentionOptions(scale=SCALE)
+    q = queries("float32", 3, 1)
+    options = AttentionOptions(scale=SCALE)
     out = memory.attend(kv, fresh, 2, q, options=options)
     expected = memory.attend(kv, where, 2, q, options=options)
     np.testing.assert_array_equal(out, expected)
@@ -258,7 +262,8 @@ class TestOtherCalls:
   @pytest.mark.parametrize("columns", [1, 3])
   def test_query_heads_of_two_devices(self, columns):
     """Both devices hold all latents, and each a part of the query heads."""
-    kv, q = filled(), queries("float32", 3, columns)
+    kv = filled()
+    q = queries("float32", 3, columns)
     where = view(TABLE, [8, 4, 0], [columns, 1, 0])
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P(None, None, "heads"))

@@ -235,7 +235,8 @@ class TestMeshes:
   def test_heads_over_a_mesh_need_no_collective(self, step):
     """Tensor parallel by sharding alone: the compiler adds no collective."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("heads",))
-    x, where = draw(0, 3, 1, HEADS, DIM), view(TABLE, [3, 2, 0], [1] * 3)
+    x = draw(0, 3, 1, HEADS, DIM)
+    where = view(TABLE, [3, 2, 0], [1] * 3)
     kv, expected = jax.jit(step)(make(), where, x)
 
     def put(leaf, *axes):

@@ -86,13 +86,13 @@ class TestInit:
     config = jaxkv.CacheConfig(
       num_pages=9, page_size=4, num_slots=1, pages_per_slot=2, groups=groups
     )
-    sizes = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8}
+    options = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8}
     for group, page_size in enumerate((8, 4)):
-      kv = memory.init(config, group=group, **sizes)
+      kv = memory.init(config, group=group, **options)
       assert (kv.num_pages, kv.page_size) == (9, page_size)
       memory.check(kv, config)
 
-  def test_it_is_a_pytree_of_two_leaves(self):
+  def test_pages_are_a_pytree_of_two_leaves(self):
     kv = make()
     leaves, structure = jax.tree.flatten(kv)
     assert len(leaves) == 2

@@ -16,7 +16,8 @@ from jaxkv.results import Moves
 from tests.tools import ahead_of_time
 from tests.tools.compiled_loops import work_in_loops
 
-_N, _HOST = 8, 6
+_N = 8
+_HOST = 6
 _CONFIG = jaxkv.CacheConfig(
   num_pages=_N,
   page_size=4,
@@ -88,14 +89,14 @@ def test_moves_keep_the_contents_of_every_pool():
     pools, offload, _moves((3, 1, None), (4, 2, 2), (5, None, 1), (2, 1, 1))
   )
   middle = _pages(pools)
-  for old, new in zip(old_pools, middle, strict=True):
-    np.testing.assert_array_equal(new[:, 4], 0)
+  for old_pool, new_pool in zip(old_pools, middle, strict=True):
+    np.testing.assert_array_equal(new_pool[:, 4], 0)
     for page, content in ((5, 3), (2, 3), (3, 3), (6, 6), (7, 7), (1, 1)):
-      np.testing.assert_array_equal(new[:, page], old[:, content])
+      np.testing.assert_array_equal(new_pool[:, page], old_pool[:, content])
   pools, offload = move(pools, offload, _moves((6, None, 2), (7, None, 1)))
-  for old, new in zip(old_pools, _pages(pools), strict=True):
-    np.testing.assert_array_equal(new[:, 6], old[:, 4])
-    np.testing.assert_array_equal(new[:, 7], old[:, 2])
+  for old_pool, new_pool in zip(old_pools, _pages(pools), strict=True):
+    np.testing.assert_array_equal(new_pool[:, 6], old_pool[:, 4])
+    np.testing.assert_array_equal(new_pool[:, 7], old_pool[:, 2])
   kinds = {pages.sharding.memory_kind for pages in offload.pages}
   assert kinds == {"pinned_host"}
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(pools)}
@@ -127,11 +128,11 @@ def test_pages_are_split_by_heads():
   assert set(shapes) <= {"", "1"}
   kv, offload = move(kv, offload, moves)
   assert offload.pages[0].sharding.memory_kind == "pinned_host"
-  for old, new in zip(old_pools, _pages((kv,)), strict=True):
-    np.testing.assert_array_equal(new[:, 4], old[:, 3])
+  for old_pool, new_pool in zip(old_pools, _pages((kv,)), strict=True):
+    np.testing.assert_array_equal(new_pool[:, 4], old_pool[:, 3])
 
 
-def test_inside_shard_map():
+def test_moves_inside_shard_map():
   """Each device moves pages of one shard's pools."""
   if jax.device_count() < 2:
     pytest.skip("needs two devices")
@@ -181,7 +182,7 @@ def test_moves_copy_no_pool():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "v6e", "v7x"])
-def test_in_place_on_a_tpu(target):
+def test_moves_are_in_place_on_a_tpu(target):
   """The offloaded pages stay in host memory, S(5), and are updated in place."""
   if why := ahead_of_time.why_not(target):
     pytest.skip(why)
@@ -268,18 +269,15 @@ class TestMisuse:
   """Moves that an own loop forgets, or makes twice."""
 
   config = jaxkv.CacheConfig(
-    num_pages=4,
-    page_size=2,
-    num_slots=1,
-    pages_per_slot=3,
-    offload_pages=9,
+    num_pages=4, page_size=2, num_slots=1, pages_per_slot=3, offload_pages=9
   )
 
   def planned(self):
     """Returns a memory, a cache, and the moves of three sequences."""
     kv = jaxkv.kv.init(self.config, num_layers=1, num_kv_heads=1, head_dim=2)
     kv = jax.tree.map(lambda array: array + 1, kv)
-    state, moves = jaxkv.init(self.config), []
+    state = jaxkv.init(self.config)
+    moves = []
     for token in range(3):
       tokens = jnp.full((1, 6), token, jnp.int32)
       state, out = jaxkv.allocate(state, [6])
@@ -292,24 +290,24 @@ class TestMisuse:
   def check(self, kv, offload, state=None):
     jaxkv.kv.check(kv, self.config, offload=offload, state=state)
 
-  def test_made_in_order(self):
+  def test_ordered_moves_record_no_error(self):
     kv, offload, state, moves = self.planned()
     for out in moves:
       kv, offload = jaxkv.kv.move(kv, offload, out)
     self.check(kv, offload, state)
     assert int(offload.num_moves) == 6 and int(offload.error) == 0
 
-  def test_forgotten(self):
+  def test_forgotten_moves_are_reported(self):
     """The next moves are not made; the forgotten ones can still be made."""
     kv, offload, state, moves = self.planned()
     match = "has planned 6 moves, and `offload` has made 0: MOVES_FORGOTTEN"
     with pytest.raises(jaxkv.CacheError, match=match):
       self.check(kv, offload, state)
     self.check(kv, offload)
-    before = [np.asarray(pages) for pages in offload.pages]
+    old_arrays = [np.asarray(pages) for pages in offload.pages]
     kv, offload = jax.jit(jaxkv.kv.move)(kv, offload, moves[2])
-    for old, new in zip(before, offload.pages, strict=True):
-      np.testing.assert_array_equal(old, new)
+    for old_array, new_array in zip(old_arrays, offload.pages, strict=True):
+      np.testing.assert_array_equal(old_array, new_array)
     assert int(offload.num_moves) == 0
     with pytest.raises(jaxkv.CacheError, match="recorded MOVES_FORGOTTEN"):
       self.check(kv, offload)
@@ -318,7 +316,7 @@ class TestMisuse:
     assert int(offload.num_moves) == 6
     assert int(offload.error) == jaxkv.Status.MOVES_FORGOTTEN
 
-  def test_made_after_the_next_verb(self):
+  def test_late_moves_are_reported(self):
     """The moves of the later verb reveal it, even if it needs none."""
     kv, offload, state, moves = self.planned()
     for out in moves[:2]:
@@ -328,35 +326,35 @@ class TestMisuse:
     with pytest.raises(jaxkv.CacheError, match="recorded MOVES_FORGOTTEN"):
       self.check(kv, offload, state)
 
-  def test_repeated(self):
+  def test_repeated_moves_are_reported(self):
     """The saved contents are not overwritten by those of a later write."""
     kv, offload, state, moves = self.planned()
     for out in moves:
       kv, offload = jaxkv.kv.move(kv, offload, out)
     kv = jax.tree.map(lambda array: array + 1, kv)
-    before = [np.asarray(array) for array in (kv.k, kv.v, *offload.pages)]
+    old_arrays = [np.asarray(array) for array in (kv.k, kv.v, *offload.pages)]
     kv, offload = jaxkv.kv.move(kv, offload, moves[2])
-    after = [kv.k, kv.v, *offload.pages]
-    for old, new in zip(before, after, strict=True):
-      np.testing.assert_array_equal(old, new)
+    new_arrays = [kv.k, kv.v, *offload.pages]
+    for old_array, new_array in zip(old_arrays, new_arrays, strict=True):
+      np.testing.assert_array_equal(old_array, new_array)
     with pytest.raises(jaxkv.CacheError, match="recorded MOVES_REPEATED"):
       self.check(kv, offload, state)
 
-  def test_an_older_state(self):
+  def test_older_states_are_reported(self):
     kv, offload, _, moves = self.planned()
     for out in moves:
       kv, offload = jaxkv.kv.move(kv, offload, out)
     with pytest.raises(jaxkv.CacheError, match="MOVES_REPEATED"):
       self.check(kv, offload, jaxkv.init(self.config))
 
-  def test_counts_wrap_around(self):
+  def test_counts_of_moves_wrap_around(self):
     kv, offload, _, moves = self.planned()
     start = jnp.uint32(2**32 - 2)
     offload = dataclasses.replace(offload, num_moves=start)
-    first = dataclasses.replace(moves[1], start=start)
-    last = dataclasses.replace(moves[2], start=start + jnp.uint32(3))
-    kv, offload = jaxkv.kv.move(kv, offload, first)
-    kv, offload = jaxkv.kv.move(kv, offload, last)
+    first_moves = dataclasses.replace(moves[1], start=start)
+    last_moves = dataclasses.replace(moves[2], start=start + jnp.uint32(3))
+    kv, offload = jaxkv.kv.move(kv, offload, first_moves)
+    kv, offload = jaxkv.kv.move(kv, offload, last_moves)
     assert int(offload.num_moves) == 4 and int(offload.error) == 0
-    _, offload = jaxkv.kv.move(kv, offload, first)
+    _, offload = jaxkv.kv.move(kv, offload, first_moves)
     assert int(offload.error) == jaxkv.Status.MOVES_REPEATED

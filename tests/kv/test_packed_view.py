@@ -23,11 +23,7 @@ COUNTS = (1, 7, 5, 0)
 def filled():
   """Pages of NaN, with random keys and values before `STARTS`."""
   kv = kv_memory.init(
-    SIZES,
-    num_layers=2,
-    num_kv_heads=KV_HEADS,
-    head_dim=DIM,
-    dtype=jnp.float32,
+    SIZES, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=jnp.float32
   )
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
   prefix = rows(starts=[0] * 4, num_tokens=STARTS)

@@ -22,10 +22,10 @@ TABLE = [[5, 9, 2, 24, 24], [7, 1, 24, 24, 24], [0, 0, 3, 24, 24]]
 SHAPES = {"conv": ((6, 3), "bfloat16"), "delta": ((2, 4, 4), "float32")}
 
 
-def config(pages=PAGES, size=SIZE, slots=3, groups=_ALONE, **more):
+def config(pages=PAGES, page_size=SIZE, slots=3, groups=_ALONE, **more):
   return jaxkv.CacheConfig(
     num_pages=pages,
-    page_size=size,
+    page_size=page_size,
     num_slots=slots,
     pages_per_slot=8,
     groups=groups,
@@ -87,10 +87,10 @@ class TestInit:
     ],
   )
   def test_bad_arguments(self, changes, message):
-    sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+    cache_config = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
     arguments = {"num_layers": 2, "shapes": SHAPES, **changes}
     with pytest.raises(ValueError, match=message):
-      memory.init_states(sizes, **arguments)
+      memory.init_states(cache_config, **arguments)
 
   def test_configs_without_a_recurrent_group_are_refused(self):
     with pytest.raises(
@@ -181,8 +181,8 @@ class TestReadAndWrite:
 
 class TestPools:
   def test_copy_of_several_pools(self):
-    sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
-    kv = memory.init(sizes, num_layers=2, num_kv_heads=1, head_dim=8)
+    cache_config = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+    kv = memory.init(cache_config, num_layers=2, num_kv_heads=1, head_dim=8)
     kv = dataclasses.replace(kv, k=kv.k.at[3].set(7))
     where = view([[3]], [0], [1])
     new = new_states(0, 1)
@@ -201,24 +201,24 @@ class TestPools:
     jax.tree.map(np.testing.assert_array_equal, single, out[1])
 
   def test_check(self):
-    sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
-    kv = memory.init(sizes, num_layers=2, num_kv_heads=1, head_dim=8)
-    memory.check((kv, make()), sizes)
-    memory.check(make(), sizes)
+    cache_config = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+    kv = memory.init(cache_config, num_layers=2, num_kv_heads=1, head_dim=8)
+    memory.check((kv, make()), cache_config)
+    memory.check(make(), cache_config)
     with pytest.raises(ValueError, match=r"`kv\[1\]` must have 24 pages of 4"):
-      memory.check((kv, make(pages=25)), sizes)
+      memory.check((kv, make(pages=25)), cache_config)
     with pytest.raises(
       TypeError, match="`kv` must be KVPages, StatePages, ExpertIdPages or"
     ):
-      memory.check((kv, kv.k), sizes)
+      memory.check((kv, kv.k), cache_config)
     with pytest.raises(ValueError, match="`kv` must be one pool or more"):
-      memory.check((), sizes)
+      memory.check((), cache_config)
 
 
 def test_loops_are_in_place():
   """A token loop around a layer loop copies and converts no states."""
   shapes = {"conv": ((64, 3), "bfloat16"), "delta": ((4, 16, 16), "float32")}
-  pages = make(shapes, pages=400, size=16)
+  pages = make(shapes, pages=400, page_size=16)
   table = jnp.arange(1, 17, dtype=jnp.int32).reshape(4, 4)
 
   def token(pages, step):

@@ -37,11 +37,7 @@ def forked():
   state, entered = jaxkv.admit(state, slots, prompts, lengths, mask=leaders)
   assert entered.ok.tolist() == leaders.tolist()
   kv = memory.init(
-    SIZES,
-    num_layers=2,
-    num_kv_heads=KV_HEADS,
-    head_dim=DIM,
-    dtype=jnp.float32,
+    SIZES, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=jnp.float32
   )
   kv = jax.tree.map(lambda x: jnp.full_like(x, np.nan), kv)
   view = memory.View(
@@ -150,7 +146,9 @@ class TestShare:
     )
 
   @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
-  def test_rows_that_have_changed_since_share(self, always, forked, change):
+  def test_pages_that_rows_no_longer_share_are_not_read(
+    self, always, forked, change
+  ):
     """Pages that a row no longer shares are not read for it."""
     view, kv = next_tokens(*forked, 3)
     at = dataclasses.replace(view, starts=view.starts - 2)

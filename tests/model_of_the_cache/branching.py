@@ -13,33 +13,35 @@ class Branching(Slots):
 
   def fork(self, src, dst, mask=None):
     """Shares full pages; reads sources as they were before the call."""
-    before = copy.deepcopy(self.slots)
-    codes, copies, named = [], [], set()
+    old_slots = copy.deepcopy(self.slots)
+    codes = []
+    copies = []
+    named = set()
     for index, (source, target) in enumerate(zip(src, dst, strict=True)):
-      code = self._check_fork(before, source, target, named)
+      code = self._check_fork(old_slots, source, target, named)
       if mask is not None and not mask[index]:
         code = Status.SKIPPED
       owed = self._nothing_owed()
       if code == Status.OK:
         named.add(target)
-        tokens = len(before[source].tokens)
+        tokens = len(old_slots[source].tokens)
         partial = self._partial(tokens)
-        if self._stateless(before[source], tokens):
+        if self._stateless(old_slots[source], tokens):
           code = Status.RECYCLED
         elif sum(partial) > len(self.pool.free):
           code = Status.OUT_OF_PAGES
         else:
-          owed = self._share(before[source], target, partial)
+          owed = self._share(old_slots[source], target, partial)
       codes.append(code)
       copies.append(owed)
     return {"code": self._note(codes), "copies": _columns(copies)}
 
-  def _check_fork(self, before, source, target, named):
+  def _check_fork(self, old_slots, source, target, named):
     if not (self._in_range(source) and self._in_range(target)):
       return Status.BAD_SLOT
-    if before[source].empty or not before[source].tokens:
+    if old_slots[source].empty or not old_slots[source].tokens:
       return Status.SLOT_EMPTY
-    if not before[target].empty or target in named:
+    if not old_slots[target].empty or target in named:
       return Status.SLOT_IN_USE
     return Status.OK
 
@@ -49,20 +51,22 @@ class Branching(Slots):
 
   def _share(self, source, target, partial):
     """Fills a slot from another one; returns the copies to make."""
-    tables, owed = [], self._nothing_owed()
-    for number, group in enumerate(self.groups):
-      pages, full = source.pages[number], group.full_pages(len(source.tokens))
-      self.pool.hold(pages[:full])
-      tables.append(pages[:full])
+    tables = []
+    owed = self._nothing_owed()
+    for index, group in enumerate(self.groups):
+      pages = source.pages[index][: group.full_pages(len(source.tokens))]
+      self.pool.hold(pages)
+      tables.append(pages)
     num_skipped = [
-      min(n, len(pages)) for n, pages in zip(source.gone, tables, strict=True)
+      min(n, len(pages))
+      for n, pages in zip(source.num_skipped, tables, strict=True)
     ]
-    for number, pages in enumerate(tables):
-      if partial[number]:
-        owed[number] = (source.pages[number][len(pages)], self.pool.pop())
-        pages.append(owed[number][1])
+    for index, pages in enumerate(tables):
+      if partial[index]:
+        owed[index] = (source.pages[index][len(pages)], self.pool.pop())
+        pages.append(owed[index][1])
     self.slots[target] = dataclasses.replace(
-      source, pages=tables, tokens=list(source.tokens), gone=num_skipped
+      source, pages=tables, tokens=list(source.tokens), num_skipped=num_skipped
     )
     return owed
 
@@ -72,7 +76,9 @@ class Branching(Slots):
 
   def truncate_slots(self, lengths, slots, mask=None):
     """Rolls slots back; all pages are released before a copy gets a page."""
-    room, codes, plans = len(self.pool.free), [], []
+    room = len(self.pool.free)
+    codes = []
+    plans = []
     named = self._named_slots(slots, mask)
     for slot, length, code in zip(slots, lengths, named, strict=True):
       code = code or self._check_truncate(slot, length)
@@ -105,52 +111,53 @@ class Branching(Slots):
 
   def _lost(self, sequence, length):
     """Returns True if a shorter sequence would need a released page."""
-    config, num_skipped = self.config, sequence.gone
     if self._stateless(sequence, length):
       return True
+    num_skipped = sequence.num_skipped
     for group, skipped in zip(self.groups, num_skipped, strict=True):
       if group.skipped_pages(length) < skipped:
         return True
     # Keys continue from the last position where all groups end a page. If it
     # moves back, its key and the tokens after it are read from a group's pages.
-    align = config.alignment
-    if (
-      not config.prefix_caching
-      or length // align == len(sequence.tokens) // align
-    ):
+    align = self.config.alignment
+    moves_back = length // align < len(sequence.tokens) // align
+    if not self.config.prefix_caching or not moves_back:
       return False
-    aligned, source = length // align * align, config.token_group
-    if self.groups[source].holds_states:
+    aligned = length // align * align
+    index = self.config.token_group
+    if self.groups[index].holds_states:
       return aligned < length
-    return max(aligned - 1, 0) // self.groups[source].size < num_skipped[source]
+    return max(aligned - 1, 0) // self.groups[index].size < num_skipped[index]
 
   def _reopens(self, slot, length):
     """Returns, for each group, True if a full page will be written again."""
-    before = len(self.slots[slot].tokens)
+    old_length = len(self.slots[slot].tokens)
     return [
-      partial and group.full_pages(length) < group.full_pages(before)
+      partial and group.full_pages(length) < group.full_pages(old_length)
       for group, partial in zip(self.groups, self._partial(length), strict=True)
     ]
 
   def _shared_groups(self, slot, length):
     """Returns, for each group, True if the reopened page has other users."""
-    tables, reopens = self.slots[slot].pages, self._reopens(slot, length)
+    tables = self.slots[slot].pages
+    reopens = self._reopens(slot, length)
     return [
-      reopens[number]
-      and self.pool.refs[tables[number][group.full_pages(length)]] > 1
-      for number, group in enumerate(self.groups)
+      reopens[index]
+      and self.pool.refs[tables[index][group.full_pages(length)]] > 1
+      for index, group in enumerate(self.groups)
     ]
 
   def _cut(self, slot, length, shared):
     """Releases pages; a shared last page stays in the table nevertheless."""
-    sequence, reopens = self.slots[slot], self._reopens(slot, length)
-    for number, pages in enumerate(sequence.pages):
-      keep, copied = self.groups[number].pages_for(length), shared[number]
-      if reopens[number] and not copied:
+    sequence = self.slots[slot]
+    reopens = self._reopens(slot, length)
+    for index, pages in enumerate(sequence.pages):
+      keep = self.groups[index].pages_for(length)
+      if reopens[index] and not shared[index]:
         self.pool.forget(pages[keep - 1])
-      self.pool.release(pages[keep - copied :][::-1])
+      self.pool.release(pages[keep - shared[index] :][::-1])
       pages[keep:] = []
-      sequence.gone[number] = min(sequence.gone[number], keep)
+      sequence.num_skipped[index] = min(sequence.num_skipped[index], keep)
     sequence.tokens = sequence.tokens[:length]
 
   def _copied(self, slot, length, shared):

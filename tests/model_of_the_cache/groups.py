@@ -24,7 +24,7 @@ class Rules:
     align: all groups end a page at multiples of this many tokens.
     classic: True for the older rules of lookups and publication.
     draft: True if a draft model needs the last page computed again.
-    retention: the retained prefixes of windows and states. None: every place
+    retention: the retained prefixes of windows and states. None: every position
       where a hit can end; 0: the latest; k: every k tokens and the latest.
   """
 
@@ -35,9 +35,9 @@ class Rules:
   retention: int | None = None
 
 
-def ceil_div(tokens: int, size: int) -> int:
-  """Returns the number of pages of `size` tokens."""
-  return -(-tokens // size)
+def ceil_div(tokens: int, page_size: int) -> int:
+  """Returns the number of pages of `page_size` tokens."""
+  return -(-tokens // page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +84,23 @@ class Group:
     """Counts the pages that tokens fill."""
     return tokens // self.size
 
-  def grown(self, pages: list[int], stop: int, begins: bool) -> list[int]:
-    """Returns the table before its last columns up to `stop` are popped.
+  def grown(
+    self, pages: list[int], stop_column: int, is_new: bool
+  ) -> list[int]:
+    """Returns the table before its last columns up to `stop_column` are popped.
 
     Of the states only the running one gets a page. The scratch pages follow it,
     the existing ones first.
     """
-    if not self.holds_states or stop <= len(pages):
+    if not self.holds_states or stop_column <= len(pages):
       return list(pages)
-    running, before = stop - self.scratch - 1, len(pages)
-    table = pages + [NULL] * (running - before)
-    if not begins:
-      for column in range(before - self.scratch, min(before, running)):
+    running_column = stop_column - self.scratch - 1
+    num_held = len(pages)
+    table = pages + [NULL] * (running_column - num_held)
+    if not is_new:
+      for column in range(
+        num_held - self.scratch, min(num_held, running_column)
+      ):
         table.append(table[column])
         table[column] = NULL
     return table
@@ -170,7 +175,8 @@ class Group:
     return ceil_div(self.kind.window - 1, self.size)
 
   def _window_is_published(self, column, ends):
-    shift, retention = int(self.rules.draft), self.rules.retention
+    shift = int(self.rules.draft)
+    retention = self.rules.retention
     need = self.window_pages + shift
     segment = self.rules.align if retention is None else retention
     if segment:
@@ -181,7 +187,7 @@ class Group:
         return True
     if retention is None:
       return False
-    return any(end + shift - need <= column < end + shift for end in ends)
+    return any(page + shift - need <= column < page + shift for page in ends)
 
   def _state_is_published(self, column, ends):
     retention = self.rules.retention
@@ -189,7 +195,7 @@ class Group:
       return True
     if retention and (column + 1) * self.size % retention == 0:
       return True
-    return any(column == end - 1 for end in ends)
+    return any(column == page - 1 for page in ends)
 
   def _kept_ends(self, prompt, junction):
     """Returns where a repeated, longer or diverging prompt would continue."""

@@ -24,13 +24,13 @@ class Hit(NamedTuple):
 
   Attributes:
     tokens: the number of tokens.
-    first: for each group, the number of leading columns that are not needed.
+    num_skipped: for each group, the leading columns that are not needed.
     pages: for each group, the pages of the other columns.
     junction: tokens of a longer prefix that only some kinds have; 0 for none.
   """
 
   tokens: int
-  first: list[int]
+  num_skipped: list[int]
   pages: list[list[int]]
   junction: int = 0
 
@@ -40,8 +40,8 @@ class Hit(NamedTuple):
 
   def tables(self) -> list[list[int]]:
     """Returns, for each group, a table that begins with this hit."""
-    rows = zip(self.first, self.pages, strict=True)
-    return [[NULL] * first + pages for first, pages in rows]
+    rows = zip(self.num_skipped, self.pages, strict=True)
+    return [[NULL] * count + pages for count, pages in rows]
 
 
 def miss(groups: list[Group]) -> Hit:
@@ -49,9 +49,9 @@ def miss(groups: list[Group]) -> Hit:
   return Hit(0, [0 for _ in groups], [[] for _ in groups])
 
 
-def key_of(root: tuple, number: int, prefix: list[int]) -> tuple:
+def key_of(root: tuple, group_index: int, prefix: list[int]) -> tuple:
   """Returns the key of a page: its group and all tokens up to its end."""
-  return root, number, tuple(prefix)
+  return root, group_index, tuple(prefix)
 
 
 def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
@@ -60,24 +60,26 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
   The next token is sampled from the logits of that token.
   """
   pages = {
-    (number, column): pool.find(
-      key_of(root, number, tokens[: (column + 1) * group.size])
+    (group_index, column): pool.find(
+      key_of(root, group_index, tokens[: (column + 1) * group.size])
     )
-    for number, group in enumerate(groups)
+    for group_index, group in enumerate(groups)
     for column in range(group.full_pages(len(tokens)))
   }
   pages = _worth_restoring(pool, pages, groups)
 
-  def cached(number: int, column: int) -> bool:
-    return pages.get((number, column)) is not None
+  def cached(index: int, column: int) -> bool:
+    return pages.get((index, column)) is not None
 
   length, junction = longest_prefix(groups, cached, len(tokens))
-  first = [group.skipped_pages(length) for group in groups]
+  num_skipped = [group.skipped_pages(length) for group in groups]
   needed = [
-    [pages[number, column] for column in range(begin, group.full_pages(length))]
-    for number, (group, begin) in enumerate(zip(groups, first, strict=True))
+    [pages[index, column] for column in range(count, group.full_pages(length))]
+    for index, (group, count) in enumerate(
+      zip(groups, num_skipped, strict=True)
+    )
   ]
-  return Hit(length, first, needed, junction)
+  return Hit(length, num_skipped, needed, junction)
 
 
 def _worth_restoring(pool: Pool, pages: dict, groups: list[Group]) -> dict:
@@ -88,27 +90,27 @@ def _worth_restoring(pool: Pool, pages: dict, groups: list[Group]) -> dict:
   """
   one_size = len({group.size for group in groups}) == 1
 
-  def needs_all(number):
-    return one_size and not groups[number].kind.skips_pages
+  def needs_all(index):
+    return one_size and not groups[index].kind.skips_pages
 
-  def price(number, column):
+  def price(index, column):
     together = [
       page
-      for (group, other), page in pages.items()
-      if other == column
-      and (group == number or (needs_all(group) and needs_all(number)))
+      for (group, other_column), page in pages.items()
+      if other_column == column
+      and (group == index or (needs_all(group) and needs_all(index)))
     ]
     return sum(
       page is not None and pool.is_offloaded(page) for page in together
     )
 
   return {
-    place: None
+    key: None
     if page is not None
     and pool.is_offloaded(page)
-    and price(*place) > pool.max_restored
+    and price(*key) > pool.max_restored
     else page
-    for place, page in pages.items()
+    for key, page in pages.items()
   }
 
 
@@ -135,7 +137,7 @@ class Search:
   """One lookup.
 
   Attributes:
-    members: the numbers of equal groups; full attention first, otherwise in
+    members: the indices of equal groups; full attention first, otherwise in
       order.
     known: tokens in pages that have a key.
     full: hits of full attention, which is looked up only once.
@@ -144,11 +146,12 @@ class Search:
   """
 
   def __init__(self, groups: list[Group], cached: Cached, length: int):
-    self.cached, self.rules = cached, groups[0].rules
+    self.cached = cached
+    self.rules = groups[0].rules
     self.known = length // self.rules.page_size * self.rules.page_size
     members: dict[Group, list[int]] = {}
-    for number, group in enumerate(groups):
-      members.setdefault(group, []).append(number)
+    for index, group in enumerate(groups):
+      members.setdefault(group, []).append(index)
     order = sorted(members, key=lambda group: not group.is_full)
     self.members = {group: members[group] for group in order}
     self.full: dict[Group, int] = {}
@@ -165,19 +168,19 @@ class Search:
     """
     align = self.rules.align
     ends = range(align, bound // align * align + 1, align)
-    hits = [end for end in ends if self._is_hit(group, end, bound, drop)]
+    hits = [n for n in ends if self._is_hit(group, n, bound, drop)]
     return max(hits, default=0)
 
   def _is_hit(self, group: Group, tokens: int, bound: int, drop: bool) -> bool:
-    begin, end = group.skipped_pages(tokens), group.full_pages(tokens)
+    stop_column = group.full_pages(tokens)
     if drop and not group.holds_states:
-      end += 1 + self._lost_to_alignment(group, tokens)
-    if end * group.size > bound:
+      stop_column += 1 + self._lost_to_alignment(group, tokens)
+    if stop_column * group.size > bound:
       return False
     return all(
-      self.cached(number, column)
-      for number in self.members[group]
-      for column in range(begin, end)
+      self.cached(index, column)
+      for index in self.members[group]
+      for column in range(group.skipped_pages(tokens), stop_column)
     )
 
   def _lost_to_alignment(self, group: Group, tokens: int) -> int:
@@ -186,11 +189,11 @@ class Search:
     vLLM aligns such a prefix twice: before and after it drops the last page.
     Page sizes other than the alignment lose a whole aligned piece.
     """
-    kind, size = group.kind, group.size
-    if not isinstance(kind, SlidingWindow) or size == self.rules.align:
+    is_window = isinstance(group.kind, SlidingWindow)
+    if not is_window or group.size == self.rules.align:
       return 0
-    shorter = group.full_pages(tokens) < group.window_pages
-    return self.rules.align // size if shorter else 0
+    is_shorter = group.full_pages(tokens) < group.window_pages
+    return self.rules.align // group.size if is_shorter else 0
 
   def all_agree(self, limit: int) -> int:
     """Shortens a candidate until all kinds have it."""

@@ -95,7 +95,7 @@ class Demand:
 
 
 @dataclasses.dataclass
-class Held:
+class Entry:
   """The cache entries of a request.
 
   Attributes:
@@ -149,33 +149,34 @@ class ReferenceManager:
     offload_policy: Any = "always",
     page_bytes: int = 0,
   ):
-    sizes = [group.page_size for group in groups]
+    page_sizes = [group.page_size for group in groups]
     self.rules = Rules(
-      page_size=math.gcd(*sizes),
-      align=math.lcm(*sizes),
+      page_size=math.gcd(*page_sizes),
+      align=math.lcm(*page_sizes),
       classic=policy == "classic",
       draft=use_eagle,
       retention=prefix_retention_interval,
     )
     _check_options(self.rules, groups, policy, enable_caching)
-    self.groups = [Group(kind, kind.page_size, self.rules) for kind in groups]
+    self.groups = [Group(item, item.page_size, self.rules) for item in groups]
     max_restored = {"always": math.inf, "never": 0}.get(offload_policy)
     if max_restored is None:
-      max_restored = offload_policy.max_pages(page_bytes, min(sizes))
+      max_restored = offload_policy.max_pages(page_bytes, min(page_sizes))
     self.pool = Pool(
       num_pages, policy == "current", offload_pages, max_restored
     )
-    self.caching, self.watermark = enable_caching, watermark
+    self.caching = enable_caching
+    self.watermark = watermark
     self.longest = max_model_len
     self.in_flight = max_model_len if max_in_flight is None else max_in_flight
-    self.held: dict[str, Held] = {}
+    self.entries: dict[str, Entry] = {}
     # Keys published in this step, whose states are not computed yet.
     self.written: set[tuple] = set()
 
-  def _held(self, request_id: str) -> Held:
+  def _entry(self, request_id: str) -> Entry:
     """Returns the entries of a request, empty for an unknown one."""
     empty = Sequence([[] for _ in self.groups], [], ())
-    return self.held.get(request_id, Held(empty, [None for _ in self.groups]))
+    return self.entries.get(request_id, Entry(empty, [None] * len(self.groups)))
 
   def get_computed_pages(self, request: Request) -> tuple[CachePages, int]:
     """Finds the longest cached prefix that leaves a token to compute."""
@@ -203,21 +204,21 @@ class ReferenceManager:
     num_encoder_tokens: int = 0,
   ) -> CachePages | None:
     """Allocates pages for new tokens; returns None if too few are free."""
-    external, longest = num_external_computed_tokens, self.longest
+    external = num_external_computed_tokens
     if num_new_tokens + external + num_new_computed_tokens == 0:
       raise ValueError("nothing to allocate for")
     num_computed = (
       request.num_computed_tokens + num_new_computed_tokens + external
     )
-    total = min(num_computed, longest)
-    tokens = total + num_new_tokens
+    num_past = min(num_computed, self.longest)
+    tokens = num_past + num_new_tokens
     hits = new_computed_pages and new_computed_pages.get_page_ids()
     demand = Demand(
       hits=hits or [[] for _ in self.groups],
       behind=num_computed,
       external=external,
       tokens=tokens,
-      slots=min(tokens + num_lookahead_tokens, longest),
+      slots=min(tokens + num_lookahead_tokens, self.longest),
       encoder=num_encoder_tokens,
     )
     room = len(self.pool.free)
@@ -225,19 +226,19 @@ class ReferenceManager:
       room -= int(self.watermark * len(self.pool.refs))
     name = request.request_id
     if full_sequence_must_fit:
-      whole = min(request.num_tokens, longest)
+      whole = min(request.num_tokens, self.longest)
       full = dataclasses.replace(demand, tokens=whole, slots=whole)
       if self.need(name, full, capped=True) > room:
         return None
-    before = len(self.pool.free)
-    settled = max(0, total - request.num_in_flight_tokens)
+    num_free = len(self.pool.free)
+    settled = max(0, num_past - request.num_in_flight_tokens)
     self.remove_skipped_pages(name, settled)
-    room += len(self.pool.free) - before
+    room += len(self.pool.free) - num_free
     if self.need(name, demand) > room - reserved_pages:
       return None
-    held = self.held.setdefault(name, self._held(name))
-    self._attach(held, demand)
-    new = self._grow(held, demand)
+    entry = self.entries.setdefault(name, self._entry(name))
+    self._attach(entry, demand)
+    new = self._grow(entry, demand)
     if not delay_cache_pages:
       self._publish(request, min(tokens, request.num_tokens))
     return CachePages(new)
@@ -250,39 +251,42 @@ class ReferenceManager:
       demand: the sizes of its allocation.
       capped: True to limit each group to its maximal pages at any time.
     """
-    held, total = self._held(request_id), 0
-    for number, group in enumerate(self.groups):
+    entry = self._entry(request_id)
+    num_pages = 0
+    for index, group in enumerate(self.groups):
       if group.is_cross:
-        pages = held.sequence.pages[number]
-        total += max(group.pages_for(0, demand.encoder) - len(pages), 0)
+        pages = entry.sequence.pages[index]
+        num_pages += max(group.pages_for(0, demand.encoder) - len(pages), 0)
       elif group.holds_states:
-        total += self._needed_states(number, held, demand, capped)
+        num_pages += self._needed_states(index, entry, demand, capped)
       else:
-        total += self._needed_pages(number, held, demand, capped)
-    return total
+        num_pages += self._needed_pages(index, entry, demand, capped)
+    return num_pages
 
-  def _needed_pages(self, number, held, demand, capped):
-    group, hit = self.groups[number], demand.hits[number]
+  def _needed_pages(self, index, entry, demand, capped):
+    group = self.groups[index]
+    hit = demand.hits[index]
     required = group.pages_for(demand.slots)
     limit = group.most_pages(self.longest, self.in_flight)
     if capped and limit is not None:
       required = min(required, limit)
-    count = len(held.sequence.pages[number])
-    if held.considered[number] is not None:
+    count = len(entry.sequence.pages[index])
+    if entry.considered[index] is not None:
       return max(required - count, 0)
     skipped = group.skipped_pages(demand.behind)
     num_held = max(skipped, len(hit) + count)
     return max(required - num_held, 0) + self._unheld(hit[skipped:])
 
-  def _needed_states(self, number, held, demand, capped):
+  def _needed_states(self, index, entry, demand, capped):
     """Returns more pages than exist if the hit is not written yet."""
-    group, hit = self.groups[number], demand.hits[number]
+    group = self.groups[index]
+    hit = demand.hits[index]
     if hit and self.pool.keys.get(hit[-1]) in self.written:
       return len(self.pool.refs) + 1
-    limit = 1 if held.grew else 1 + group.scratch
-    num_held = len(hit) + len(held.sequence.pages[number])
+    limit = 1 if entry.grew else 1 + group.scratch
+    num_held = len(hit) + len(entry.sequence.pages[index])
     external = 0
-    if demand.external and held.considered[number] is None:
+    if demand.external and entry.considered[index] is None:
       # Unlike vLLM, this also counts the external state's page, and attaches
       # no hit state before it. A whole sequence holds one state in the end.
       skipped = group.skipped_pages(demand.behind)
@@ -302,11 +306,11 @@ class ReferenceManager:
       for page in pages
     )
 
-  def _attach(self, held, demand):
+  def _attach(self, entry, demand):
     """Attaches the hit and pages for external tokens, once for each request."""
     if not any(demand.hits) and not demand.external:
       return
-    if any(considered is not None for considered in held.considered):
+    if any(considered is not None for considered in entry.considered):
       return
     # Classic vLLM proceeds group by group, and may pop a later group's hit.
     hits = [
@@ -314,36 +318,37 @@ class ReferenceManager:
       for group, hit in zip(self.groups, demand.hits, strict=True)
     ]
     attached = iter(self.pool.hold_hits([*itertools.chain(*hits)]))
-    for number, group in enumerate(self.groups):
+    for index, group in enumerate(self.groups):
       skipped = group.skipped_pages(demand.behind)
-      pages = [next(attached) for _ in demand.hits[number][skipped:]]
-      held.sequence.pages[number] = [NULL] * skipped + pages
-      held.considered[number] = skipped + len(pages)
-    for group, pages in zip(self.groups, held.sequence.pages, strict=True):
+      pages = [next(attached) for _ in demand.hits[index][skipped:]]
+      entry.sequence.pages[index] = [NULL] * skipped + pages
+      entry.considered[index] = skipped + len(pages)
+    for group, pages in zip(self.groups, entry.sequence.pages, strict=True):
       num_needed = demand.behind - group.skipped_tokens(demand.behind)
       # An encoder's pages do not hold tokens of the decoder.
       if not group.is_cross and min(num_needed, demand.external) > 0:
-        stop = ceil_div(demand.behind, group.size)
-        sequences.fill(self.pool, pages, stop)
+        stop_column = ceil_div(demand.behind, group.size)
+        sequences.fill(self.pool, pages, stop_column)
 
-  def _grow(self, held, demand):
+  def _grow(self, entry, demand):
     """Adds pages for new tokens and the lookahead; returns the added pages."""
-    begins, new = not held.grew, []
-    held.grew = True
-    for number, group in enumerate(self.groups):
+    is_new = not entry.grew
+    new = []
+    entry.grew = True
+    for index, group in enumerate(self.groups):
       # In groups of states, the lookahead is in scratch pages.
       tokens = demand.tokens if group.holds_states else demand.slots
-      stop = group.pages_for(tokens, demand.encoder)
-      before = len(held.sequence.pages[number])
-      pages = group.grown(held.sequence.pages[number], stop, begins)
-      sequences.fill(self.pool, pages, stop)
-      held.sequence.pages[number] = pages
-      new.append(pages[before:])
+      stop_column = group.pages_for(tokens, demand.encoder)
+      num_old = len(entry.sequence.pages[index])
+      pages = group.grown(entry.sequence.pages[index], stop_column, is_new)
+      sequences.fill(self.pool, pages, stop_column)
+      entry.sequence.pages[index] = pages
+      new.append(pages[num_old:])
     return tuple(new)
 
   def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
     """Publishes the full pages of the computed tokens."""
-    if request.request_id not in self.held:
+    if request.request_id not in self.entries:
       raise KeyError(request.request_id)
     self._publish(request, num_computed_tokens)
 
@@ -351,36 +356,37 @@ class ReferenceManager:
     # Unlike vLLM, the end of a prompt in larger pages gets no partial entry.
     if not self.caching:
       return
-    held = self.held[request.request_id]
-    sequence = held.sequence
-    sequence.root, sequence.tokens = _root(request), list(request.token_ids)
+    entry = self.entries[request.request_id]
+    sequence = entry.sequence
+    sequence.root = _root(request)
+    sequence.tokens = list(request.token_ids)
     sequence.prompt = request.num_prompt_tokens
     sequence.junction = request.shared_prefix_boundary
-    for number, group in enumerate(self.groups):
-      start = held.considered[number] or 0
-      stop = group.settled_pages(min(tokens, request.num_tokens))
-      if start >= stop:
+    for index, group in enumerate(self.groups):
+      first_column = entry.considered[index] or 0
+      stop_column = group.settled_pages(min(tokens, request.num_tokens))
+      if first_column >= stop_column:
         continue
-      columns = range(start, stop)
-      before = set(self.pool.keys)
-      sequences.publish(self.pool, group, number, sequence, columns)
+      columns = range(first_column, stop_column)
+      old_keys = set(self.pool.keys)
+      sequences.publish(self.pool, group, index, sequence, columns)
       if group.holds_states:
-        new = self.pool.keys.keys() - before
+        new = self.pool.keys.keys() - old_keys
         self.written |= {self.pool.keys[page] for page in new}
-      held.considered[number] = stop
+      entry.considered[index] = stop_column
 
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
     """Releases pages that no token after these tokens attends to."""
-    tables = self._held(request_id).sequence.pages
+    tables = self._entry(request_id).sequence.pages
     for group, pages in zip(self.groups, tables, strict=True):
       sequences.recycle(self.pool, group, pages, max(0, num_computed_tokens))
 
   def free(self, request: Request) -> None:
     """Releases all pages of a request."""
-    sequences.release(self.pool, self._held(request.request_id).sequence)
-    self.held.pop(request.request_id, None)
+    sequences.release(self.pool, self._entry(request.request_id).sequence)
+    self.entries.pop(request.request_id, None)
 
   def evict_pages(self, page_ids: list[int]) -> None:
     """Drops the keys of pages."""
@@ -397,34 +403,31 @@ class ReferenceManager:
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Returns the pages of a request by group, empty for an unknown one."""
-    tables = self._held(request_id).sequence.pages
+    tables = self._entry(request_id).sequence.pages
     return tuple(list(pages) for pages in tables)
 
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
     """Counts leading pages that all requests hold, for full attention only."""
     common = []
-    for number, pages in enumerate(self.get_page_ids(request_id)):
-      tables = [held.sequence.pages[number] for held in self.held.values()]
+    for index, pages in enumerate(self.get_page_ids(request_id)):
+      tables = [entry.sequence.pages[index] for entry in self.entries.values()]
       holders = sum(map(bool, tables))
       all_hold = [self.pool.refs[page] == holders for page in pages]
-      is_full = self.groups[number].is_full
+      is_full = self.groups[index].is_full
       common.append([*all_hold, False].index(False) if is_full else 0)
     return common
 
   def take_moves(self) -> Moves:
     """Returns the moves between the memories since the last call."""
-    first, moves = self.pool.num_pages + 1, self.pool.moves
-    self.pool.moves = []
-    pages = [page for page, _, _ in moves]
-    saved_to, restored_from = (
-      [Moves.NONE if move[n] is None else move[n] - first for move in moves]
-      for n in (1, 2)
-    )
-    arrays: list[Any] = [
-      np.array(column, np.int32) for column in (pages, saved_to, restored_from)
+    first_page = self.pool.num_pages + 1
+    rows = [
+      (page, *(Moves.NONE if n is None else n - first_page for n in offloaded))
+      for page, *offloaded in self.pool.moves
     ]
-    page, saved, restored = arrays
-    count: Any = np.int32(len(moves))
+    self.pool.moves = []
+    columns: Any = np.array(rows, np.int32).reshape(-1, 3).T
+    page, saved, restored = columns
+    count: Any = np.int32(len(rows))
     return Moves(page=page, saved_to=saved, restored_from=restored, count=count)
 
   def free_queue(self) -> list[int]:
@@ -455,13 +458,13 @@ def _root(request: Any) -> tuple:
 def _check_options(rules, kinds, policy, caching):
   if policy not in ("current", "classic"):
     raise ValueError(f"policy must be current or classic, got {policy!r}")
-  for kind in kinds:
-    mixed = rules.draft or kind.page_size != rules.align
-    if isinstance(kind, CrossAttention) and caching:
+  for group in kinds:
+    mixed = rules.draft or group.page_size != rules.align
+    if isinstance(group, CrossAttention) and caching:
       raise ValueError("encoder-decoders have no prefix cache")
-    if isinstance(kind, ChunkedLocal) and caching and mixed:
+    if isinstance(group, ChunkedLocal) and caching and mixed:
       raise ValueError("chunked groups: no EAGLE, one page size")
-    if isinstance(kind, Recurrent) and kind.page_size != rules.page_size:
+    if isinstance(group, Recurrent) and group.page_size != rules.page_size:
       raise ValueError("recurrent groups have the smallest page size")
   if rules.retention is not None:
     _check_retention(rules, kinds)
@@ -473,6 +476,6 @@ def _check_retention(rules, kinds):
     raise ValueError("the classic policy has no retention")
   if retention < 0 or retention % rules.align:
     raise ValueError(f"retention must be a multiple of {rules.align}")
-  bounded = any(isinstance(kind, SlidingWindow | Recurrent) for kind in kinds)
+  bounded = any(isinstance(group, SlidingWindow | Recurrent) for group in kinds)
   if retention and not bounded:
     raise ValueError("retention needs a window or a state")

@@ -47,9 +47,11 @@ class Pool:
     self.pins = [0] * num_pages
     self.keys: dict[int, tuple] = {}
     self.popped = self.evicted = self.published = self.merged = 0
-    self.clock, self.born = 0, {}
+    self.clock = 0
+    self.born = {}
     self.released = [0] * num_pages
-    self.lifetime, self.idle = [0] * 33, [0] * 33
+    self.lifetime = [0] * 33
+    self.idle = [0] * 33
 
   def pop(self) -> int:
     """Pops the first free page and evicts its content."""
@@ -74,7 +76,8 @@ class Pool:
     target = self.offload.pop(0)
     self.offload.append(target)
     self.forgotten += self.keys.pop(target, None) is not None
-    self.keys[target], self.born[target] = key, self.born[page]
+    self.keys[target] = key
+    self.born[target] = self.born[page]
     self.saved += 1
     self.moves.append((page, target, None))
 
@@ -86,27 +89,28 @@ class Pool:
     """Moves offload pages to fresh device pages; returns the device pages."""
     contents = {page: (self.keys.pop(page), self.born[page]) for page in pages}
     self.offload = pages + [page for page in self.offload if page not in pages]
-    places = {}
+    device_pages = {}
     for page, (key, born) in contents.items():
       num_moves = len(self.moves)
-      place = places[page] = self.pop()
+      device_page = device_pages[page] = self.pop()
       self.popped -= 1
       saved_to = self.moves.pop()[1] if len(self.moves) > num_moves else None
-      self.moves.append((place, saved_to, page))
-      self.keys[place], self.born[place] = key, born
-      self.refs[place] = 0
+      self.moves.append((device_page, saved_to, page))
+      self.keys[device_page] = key
+      self.born[device_page] = born
+      self.refs[device_page] = 0
       self.restored += 1
-    return places
+    return device_pages
 
   def hold_hits(self, pages: list[int]) -> list[int]:
     """Adds a reference to each page, on the device; returns device pages."""
     offloaded = list(dict.fromkeys(p for p in pages if self.is_offloaded(p)))
     self.hold([page for page in pages if page not in offloaded])
-    places = self.restore(offloaded)
+    device_pages = self.restore(offloaded)
     for page in pages:
-      if page in places:
-        self.refs[places[page]] += 1
-    return [places.get(page, page) for page in pages]
+      if page in device_pages:
+        self.refs[device_pages[page]] += 1
+    return [device_pages.get(page, page) for page in pages]
 
   def hold(self, pages: list[int]) -> None:
     """Adds a reference to each page; a free page leaves the queue."""

@@ -20,7 +20,7 @@ class Sequence:
     root: the start of its keys, such as its salt.
     prompt: tokens with which it was admitted.
     junction: where it diverged from tokens cached in some groups.
-    gone: for each group, the number of leading columns that were released.
+    num_skipped: for each group, the leading columns that were released.
   """
 
   pages: list[list[int]]
@@ -28,7 +28,7 @@ class Sequence:
   root: tuple
   prompt: int = 0
   junction: int = 0
-  gone: list[int] = dataclasses.field(default_factory=list)
+  num_skipped: list[int] = dataclasses.field(default_factory=list)
 
   @property
   def empty(self) -> bool:
@@ -39,18 +39,18 @@ class Sequence:
 def missing(tables: list[list[int]], columns: list[int]) -> int:
   """Counts the pages to pop until each table has the given columns."""
   rows = zip(tables, columns, strict=True)
-  return sum(max(stop - len(pages), 0) for pages, stop in rows)
+  return sum(max(num_columns - len(pages), 0) for pages, num_columns in rows)
 
 
-def fill(pool: Pool, pages: list[int], stop: int) -> None:
+def fill(pool: Pool, pages: list[int], stop_column: int) -> None:
   """Appends fresh pages up to a column."""
-  pages.extend([pool.pop() for _ in range(stop - len(pages))])
+  pages.extend([pool.pop() for _ in range(stop_column - len(pages))])
 
 
 def publish(
   pool: Pool,
   group: Group,
-  number: int,
+  index: int,
   sequence: Sequence,
   columns: range,
   merge: bool = False,
@@ -59,13 +59,13 @@ def publish(
 
   Args:
     pool: the pool.
-    group: the group with this number.
-    number: the number of the group.
+    group: the group with this index.
+    index: the index of the group.
     sequence: the owner of the pages.
     columns: the columns of the pages; all are full.
     merge: True to replace a page by an older one with the same key.
   """
-  pages = sequence.pages[number]
+  pages = sequence.pages[index]
   for column in columns:
     page = pages[column]
     if page == NULL:
@@ -76,7 +76,7 @@ def publish(
     if not group.is_published(column, sequence.prompt, sequence.junction):
       continue
     prefix = sequence.tokens[: (column + 1) * group.size]
-    key = key_of(sequence.root, number, prefix)
+    key = key_of(sequence.root, index, prefix)
     if page in pool.keys:
       # A fork that shares the page published it, or truncate came back to it.
       assert pool.keys[page] == key
@@ -116,10 +116,9 @@ def attach(pool: Pool, hits: list[Hit]) -> list[Hit]:
 
   All hits on the device are held before any page returns from the host.
   """
-  held = iter(
-    pool.hold_hits([page for hit in hits for page in hit.all_pages()])
-  )
+  pages = [page for hit in hits for page in hit.all_pages()]
+  ids = iter(pool.hold_hits(pages))
   return [
-    hit._replace(pages=[[next(held) for _ in pages] for pages in hit.pages])
+    hit._replace(pages=[[next(ids) for _ in pages] for pages in hit.pages])
     for hit in hits
   ]

@@ -22,8 +22,8 @@ def groups_of(config: CacheConfig) -> list[Group]:
     retention=config.prefix_retention_interval,
   )
   return [
-    Group(dataclasses.replace(kind, page_size=size), size, rules)
-    for kind, size in zip(config.groups, config.page_sizes, strict=True)
+    Group(dataclasses.replace(group, page_size=page_size), page_size, rules)
+    for group, page_size in zip(config.groups, config.page_sizes, strict=True)
   ]
 
 
@@ -60,20 +60,21 @@ class Slots:
       [[] for _ in self.groups],
       [],
       (self.epoch, salt),
-      gone=[0 for _ in self.groups],
+      num_skipped=[0 for _ in self.groups],
     )
 
   def room(self, slot: int) -> int:
     """Counts the tokens for which every group of a slot has pages."""
-    held = zip(self.groups, self.slots[slot].pages, strict=True)
-    return min(len(pages) * group.size for group, pages in held)
+    rows = zip(self.groups, self.slots[slot].pages, strict=True)
+    return min(len(pages) * group.size for group, pages in rows)
 
   def _in_range(self, slot: int) -> bool:
     return 0 <= slot < self.config.num_slots
 
   def _named_slots(self, slots, mask) -> list[Status]:
     """Returns SKIPPED for masked rows, BAD_SLOT for repeated or bad slots."""
-    codes, named = [], set()
+    codes = []
+    named = set()
     for row, slot in enumerate(slots):
       if mask is not None and not mask[row]:
         codes.append(Status.SKIPPED)
@@ -99,14 +100,17 @@ class Slots:
     """Counts the columns of each group for tokens."""
     return [group.pages_for(tokens) for group in self.groups]
 
-  def _grown(self, tables, columns, begins):
+  def _grown(self, tables, columns, is_new):
     """Returns the tables before their last columns are popped."""
     rows = zip(self.groups, tables, columns, strict=True)
-    return [group.grown(pages, stop, begins) for group, pages, stop in rows]
+    return [
+      group.grown(pages, stop_column, is_new)
+      for group, pages, stop_column in rows
+    ]
 
   def _fill(self, tables, columns):
-    for pages, stop in zip(tables, columns, strict=True):
-      sequences.fill(self.pool, pages, stop)
+    for pages, stop_column in zip(tables, columns, strict=True):
+      sequences.fill(self.pool, pages, stop_column)
     return tables
 
   def _nothing_owed(self):

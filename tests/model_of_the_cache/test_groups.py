@@ -23,9 +23,9 @@ WINDOW = SlidingWindow(window=4, page_size=2)
 CHUNK = ChunkedLocal(chunk=4, page_size=2)
 
 
-def _found(kind, cached, tail=0):
+def _found(group_kind, cached, tail=0):
   """Counts the pages of the longest hit; each letter T is a cached page."""
-  group = manager(2, (kind,)).groups[0]
+  group = manager(2, (group_kind,)).groups[0]
   limit = len(cached) * group.size + tail
   search = Search([group], lambda _, column: cached[column] == "T", limit + 1)
   return search.longest(group, limit, drop=False) // group.size
@@ -87,16 +87,13 @@ class TestLookup:
 
   def test_boundary_page_of_a_window_with_eagle(self):
     """Page 3 ends the segment, page 4 is looked at and dropped."""
-    groups = (
-      FullAttention(page_size=32),
-      SlidingWindow(window=8, page_size=8),
-    )
+    groups = (FullAttention(page_size=32), SlidingWindow(window=8, page_size=8))
     cache = manager(30, groups, use_eagle=True)
     admit(cache, request("0", range(72)))
     windows = cache.get_page_ids("0")[1]
     assert windows == [*range(4, 13)]
     columns = [
-      place for place, page in enumerate(windows) if page in cache.pool.keys
+      column for column, page in enumerate(windows) if page in cache.pool.keys
     ]
     assert columns == [3, 4, 7, 8]
     assert hit_of(cache, request("1", range(72)))[1] == 32
@@ -145,8 +142,8 @@ class TestRecycling:
   def test_need(self, group, nulls, need):
     cache = manager(40, (group,))
     hit = [0] * nulls + [*range(1, 11 - nulls)]
-    sizes = {"behind": 0, "external": 0, "encoder": 0, "tokens": 40}
-    demand = Demand(hits=[hit], slots=40, **sizes)
+    counts = {"behind": 0, "external": 0, "encoder": 0, "tokens": 40}
+    demand = Demand(hits=[hit], slots=40, **counts)
     assert cache.need("0", demand) == need
 
   def test_uncached_pages_of_a_window_are_used_first(self):
@@ -166,7 +163,7 @@ class TestRetention:
     for retention, columns in ((None, [*range(10)]), (0, [9]), (8, [3, 7, 9])):
       cache = manager(30, (window,), prefix_retention_interval=retention)
       admit(cache, request("0", [*range(21)]))
-      assert cache.cached_page_ids() == {place + 1 for place in columns}
+      assert cache.cached_page_ids() == {column + 1 for column in columns}
 
   def test_states(self):
     for retention, columns in ((None, [0, 1, 2, 3]), (0, [3]), (8, [1, 3])):
@@ -179,7 +176,7 @@ class TestRetention:
         cache.new_step_starts()
         pages += cache.allocate_slots(seq, new).get_page_ids()[0]
         seq.num_computed_tokens += new
-      assert cache.cached_page_ids() == {pages[place] for place in columns}
+      assert cache.cached_page_ids() == {pages[column] for column in columns}
 
   def test_junction_is_kept(self):
     window = SlidingWindow(window=3, page_size=2)
@@ -201,13 +198,14 @@ class TestRetention:
       seq = request(str(name), [*range(8), *range(100 * name, 100 * name + 9)])
       hits.append(hit_of(cache, seq)[1])
       # As schedulers do: a chunk ends where a state is to be kept.
-      for end in (8, 16, 17):
+      for num_computed in (8, 16, 17):
         cache.new_step_starts()
         pages, hit = cache.get_computed_pages(seq)
-        held = seq.num_computed_tokens
-        pages, hit = (None, 0) if held else (pages, hit)
-        assert cache.allocate_slots(seq, end - held - hit, hit, pages)
-        seq.num_computed_tokens = end
+        num_held = seq.num_computed_tokens
+        pages, hit = (None, 0) if num_held else (pages, hit)
+        num_new = num_computed - num_held - hit
+        assert cache.allocate_slots(seq, num_new, hit, pages)
+        seq.num_computed_tokens = num_computed
     assert hits == [0, 0, 8]
 
   @pytest.mark.parametrize(
@@ -273,7 +271,7 @@ class Forgetful(ReferenceManager):
   """Frees the first page last."""
 
   def free(self, request):
-    for pages in self.held[request.request_id].sequence.pages:
+    for pages in self.entries[request.request_id].sequence.pages:
       pages.reverse()
     super().free(request)
 

@@ -21,11 +21,11 @@ from tests.host.scheduling import request
 class TestFull:
   def test_reused_page_has_no_key(self):
     cache = manager(3)
-    first = request("0", range(8))
-    admit(cache, first)
-    cache.free(first)
-    second = request("1", range(100, 105))
-    assert admit(cache, second) == ([[]], [[2, 1]])
+    first_req = request("0", range(8))
+    admit(cache, first_req)
+    cache.free(first_req)
+    second_req = request("1", range(100, 105))
+    assert admit(cache, second_req) == ([[]], [[2, 1]])
     assert cache.cached_page_ids() == {2}
 
   def test_caching_off(self):
@@ -70,13 +70,13 @@ class TestHybrid:
 
   def test_shorter_candidate_is_verified_again(self):
     """Worked by hand: 18, 12, 8 and 2 tokens are tried."""
-    windows = [SlidingWindow(window=size, page_size=2) for size in (3, 5)]
+    windows = [SlidingWindow(window=window, page_size=2) for window in (3, 5)]
     cache = manager(40, (FullAttention(page_size=2), *windows), use_eagle=True)
     sequence = request("0", range(21))
     admit(cache, sequence)
-    _, first, second = cache.get_page_ids("0")
-    cache.evict_pages([first[place] for place in (2, 4, 5, 6, 7)])
-    cache.evict_pages([second[place] for place in (7, 8, 9)])
+    _, first_window, second_window = cache.get_page_ids("0")
+    cache.evict_pages([first_window[column] for column in (2, 4, 5, 6, 7)])
+    cache.evict_pages([second_window[column] for column in (7, 8, 9)])
     assert hit_of(cache, request("1", range(21)))[1] == 2
 
   def test_classic_has_no_junction(self):

@@ -48,8 +48,8 @@ class Arriving(Slots):
     padded = []
     for hit in hits:
       padded.append([])
-      for first, needed in zip(hit.first, hit.pages, strict=True):
-        pages = [no_page] * first + needed
+      for num_skipped, needed in zip(hit.num_skipped, hit.pages, strict=True):
+        pages = [no_page] * num_skipped + needed
         padded[-1].append(pages + [no_page] * (columns - len(pages)))
     return padded
 
@@ -64,10 +64,14 @@ class Arriving(Slots):
     keep_free=None,
   ):
     """Starts sequences; every lookup sees the cache before the call."""
-    codes, plans, named = [], {}, set()
-    left, woken = len(self.pool.free), set()
+    codes = []
+    plans = {}
+    named = set()
+    left = len(self.pool.free)
+    woken = set()
     rows = list(self._rows(tokens, lengths, salts))
-    room, keep = num_tokens or lengths, keep_free or [0] * len(rows)
+    room = num_tokens or lengths
+    keep = keep_free or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
       smallest = min(length - 1, room[index] - 1, keep[index])
       fits = smallest >= 0 and length <= len(row)
@@ -77,8 +81,8 @@ class Arriving(Slots):
       if code == Status.OK:
         named.add(slots[index])
         hit = self._match(row, length, salt)
-        begun = min(hit.tokens + room[index], length)
-        pages = self._pages_for(begun)
+        num_admitted = min(hit.tokens + room[index], length)
+        pages = self._pages_for(num_admitted)
         code, cost = self._price(hit, pages, left - keep[index], woken)
         if code == Status.OK:
           left -= cost
@@ -94,8 +98,9 @@ class Arriving(Slots):
       row, length, salt = rows[index]
       sequence = self.slots[slots[index]] = self._start(salt)
       sequence.tokens = list(row[: hit.tokens])
-      sequence.prompt, sequence.junction = length, hit.junction
-      sequence.gone = list(hit.first)
+      sequence.prompt = length
+      sequence.junction = hit.junction
+      sequence.num_skipped = list(hit.num_skipped)
       grown = self._grown(tables[index], columns, True)
       sequence.pages = self._fill(grown, columns)
       self.queries += length
@@ -135,8 +140,10 @@ class Arriving(Slots):
 
   def pin(self, tokens, lengths, salts=None, mask=None):
     """Pins the longest cached prefix of each row."""
-    codes, hits = [], []
-    left, woken = len(self.pool.free), set()
+    codes = []
+    hits = []
+    left = len(self.pool.free)
+    woken = set()
     rows = self._rows(tokens, lengths, salts)
     for index, (row, length, salt) in enumerate(rows):
       hit = self._match(row, length, salt)
@@ -144,15 +151,15 @@ class Arriving(Slots):
       if not 1 <= length <= len(row):
         code = Status.BAD_LENGTH
       if mask is not None and not mask[index]:
-        code, hit = Status.SKIPPED, lookup.miss(self.groups)
+        code = Status.SKIPPED
+      wakes = self._cost(hit.all_pages()) - woken
+      if code == Status.OK and len(wakes) > left:
+        code = Status.OUT_OF_PAGES
       if code == Status.OK:
-        wakes = self._cost(hit.all_pages()) - woken
-        if len(wakes) > left:
-          code, hit = Status.OUT_OF_PAGES, lookup.miss(self.groups)
-        else:
-          left, woken = left - len(wakes), woken | wakes
+        left -= len(wakes)
+        woken |= wakes
       codes.append(code)
-      hits.append(hit)
+      hits.append(hit if code == Status.OK else lookup.miss(self.groups))
     hits = sequences.attach(self.pool, hits)
     for hit in hits:
       for page in hit.all_pages():
@@ -185,9 +192,9 @@ class Growing(Slots):
     sequence = self.slots[slot]
     if count < 0:
       return Status.BAD_LENGTH, 0
-    total = len(sequence.tokens) + count
-    columns = self._pages_for(total)
-    if total > self.config.slot_tokens:
+    length = len(sequence.tokens) + count
+    columns = self._pages_for(length)
+    if length > self.config.slot_tokens:
       return Status.SLOT_FULL, 0
     if count == 0:
       return Status.OK, 0
@@ -223,17 +230,17 @@ class Growing(Slots):
       return Status.BAD_LENGTH, 0
     if len(sequence.tokens) + count > self.room(slot):
       return Status.NO_ROOM, 0
-    before = len(sequence.tokens)
+    old_length = len(sequence.tokens)
     sequence.tokens = sequence.tokens + list(row[:count])
     published = self.pool.published
     if self.config.prefix_caching:
-      for number, group in enumerate(self.groups):
+      for index, group in enumerate(self.groups):
         columns = range(
-          group.settled_pages(before),
+          group.settled_pages(old_length),
           group.settled_pages(len(sequence.tokens)),
         )
         merge = self.config.merge_duplicates
-        sequences.publish(self.pool, group, number, sequence, columns, merge)
+        sequences.publish(self.pool, group, index, sequence, columns, merge)
     return Status.OK, self.pool.published - published
 
 
@@ -267,12 +274,15 @@ class Ending(Slots):
 
   def _recycle(self, slot, length):
     """Recycles one slot."""
-    length, released = max(length, 0), 0
+    length = max(length, 0)
+    released = 0
     sequence = self.slots[slot]
-    for number, group in enumerate(self.groups):
-      pages = sequence.pages[number]
+    for index, group in enumerate(self.groups):
+      pages = sequence.pages[index]
       num_skipped = min(group.skipped_pages(length), len(pages))
-      sequence.gone[number] = max(sequence.gone[number], num_skipped)
+      sequence.num_skipped[index] = max(
+        sequence.num_skipped[index], num_skipped
+      )
       released += sequences.recycle(self.pool, group, pages, length)
     return released
 
@@ -357,10 +367,10 @@ class Ending(Slots):
   def _named(self, page, verb):
     if page == self.config.no_page:
       return Status.SKIPPED
-    stop = self.config.num_pages
+    stop_page = self.config.num_pages
     if verb == self._evict and self.pool.offload:
-      stop = self.config.num_numbers
-    if not 0 < page < stop:
+      stop_page = self.config.num_numbers
+    if not 0 < page < stop_page:
       return Status.BAD_PAGE
     return verb(page)
 

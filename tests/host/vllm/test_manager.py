@@ -53,9 +53,8 @@ def test_too_few_blocks_change_nothing(cache):
   old_ids = free_ids(cache)
   assert admit(cache, request("b", range(50, 64))) is None
   assert free_ids(cache) == old_ids
-  assert (
-    cache.allocate_slots(request("c", range(60, 64)), 4, 0, None, 8) is None
-  )
+  req = request("c", range(60, 64))
+  assert cache.allocate_slots(req, 4, 0, None, 8) is None
 
 
 def test_tokens_beyond_the_limit_get_no_block():
@@ -135,30 +134,20 @@ class TestBlocks:
     blocks = cache.get_blocks("a")
     assert blocks is cache.empty_kv_cache_blocks
     admit(cache, req)
-    first_block, _, last_block = cache.get_blocks("a").blocks[0]
-    assert (first_block.block_id, first_block.ref_cnt, first_block.is_null) == (
-      1,
-      1,
-      False,
-    )
-    assert first_block.block_hash_num_tokens == 4
-    assert (
-      first_block.block_hash.endswith(bytes(4))
-      and last_block.block_hash is None
-    )
+    block, _, last_block = cache.get_blocks("a").blocks[0]
+    assert (block.block_id, block.ref_cnt, block.is_null) == (1, 1, False)
+    assert block.block_hash_num_tokens == 4
+    assert block.block_hash.endswith(bytes(4))
+    assert last_block.block_hash is None
     pool = cache.block_pool
-    assert pool.get_cached_block(first_block.block_hash[:-4], [0]) == [
-      first_block
-    ]
-    assert (
-      pool.cached_block_hash_to_block.get_one_block(first_block.block_hash)
-      == first_block
-    )
+    assert pool.get_cached_block(block.block_hash[:-4], [0]) == [block]
+    names = pool.cached_block_hash_to_block
+    assert names.get_one_block(block.block_hash) == block
     cache.free(req)
-    assert first_block.ref_cnt == 0 and first_block.block_hash is not None
+    assert block.ref_cnt == 0 and block.block_hash is not None
     cache.evict_blocks({1})
-    assert first_block.block_hash is None
-    assert pool.blocks[1] == first_block != last_block
+    assert block.block_hash is None
+    assert pool.blocks[1] == block != last_block
 
   def test_ids_of_blocks(self, cache):
     admit(cache, request("a", range(9)))
