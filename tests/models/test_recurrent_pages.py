@@ -14,6 +14,7 @@ _LAYERS, _LAYER, _PAGES, _SIZE, _COLUMNS = 2, 1, 24, 4, 6
 _ROWS = (
   (2, 5),  # Ends a page in the call: two tokens before its end, three after it.
   (3, 3),
+  (1, 4),
   (2, 2),  # Ends with a page.
   (1, 2),  # Ends inside of a page.
   (0, 6),  # Begins with a page, so only its last state is stored.
