@@ -12,6 +12,7 @@ from tests.cache.by_hand import without
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.fast
 class TestFullAttention:
   @pytest.mark.parametrize(
     ("gone", "tokens"),
@@ -29,6 +30,7 @@ class TestFullAttention:
 
 
 class TestHybrid:
+  @pytest.mark.fast
   @pytest.mark.parametrize(
     ("gone", "tokens", "pages"),
     # Eight tokens: full attention has pages 1 to 4, the windows of 4 tokens
