@@ -178,10 +178,15 @@ def pytest_collection_finish() -> None:
 
 
 def _is_slow(item: pytest.Item) -> bool:
-  """True if a test is marked slow for its parameters; see `tools/tiers.py`."""
+  """True if a test is marked slow for its parameters; see `tools/tiers.py`.
+
+  A mark `fast` is stronger than a mark `slow` of its class or file.
+  """
+  is_fast = item.get_closest_marker("fast") is not None
   return any(
-    not marker.args
-    or str(item.callspec.params[marker.args[0]]) not in marker.kwargs["fast"]
+    str(item.callspec.params[marker.args[0]]) not in marker.kwargs["fast"]
+    if marker.args
+    else not is_fast
     for marker in item.iter_markers("slow")
   )
 

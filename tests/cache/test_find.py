@@ -12,6 +12,7 @@ from tests.cache.by_hand import without
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.fast
 class TestFullAttention:
   @pytest.mark.parametrize(
     ("evicted", "tokens"),
@@ -30,6 +31,7 @@ class TestFullAttention:
 
 
 class TestHybrid:
+  @pytest.mark.fast
   @pytest.mark.parametrize(
     ("evicted", "tokens", "pages"),
     # Eight tokens: full attention has pages 1 to 4, the windows of 4 tokens

@@ -82,7 +82,6 @@ def test_hits_equal_those_of_one_pool(split):
   assert int(stats.forgotten_pages) > 20
 
 
-@pytest.mark.slow
 def test_a_stale_page_is_not_saved():
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=2, num_slots=1, pages_per_slot=4, offload_pages=4

@@ -10,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import FullAttention
+from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
 from jaxkv.host import CrossAttention
 from jaxkv.host import MultimodalItem
@@ -181,7 +182,7 @@ def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
   assert decode(cache, req, [30, 31]) is not None
 
 
-@pytest.mark.slow
+@slow_except("page_sizes", [(4,), (8, 4)], (8, 4))
 @pytest.mark.parametrize("page_sizes", [(4,), (8, 4)], ids=str)
 def test_pages_of_replaced_tokens_get_new_keys(page_sizes):
   """Their pages get the keys of the new tokens, not of the old ones."""
@@ -206,6 +207,23 @@ def test_pages_of_replaced_tokens_get_new_keys(page_sizes):
   prompts = np.asarray([[*req.token_ids, 1], mixed])
   match = jaxkv.match(state, prompts, [17, 17])
   assert match.num_cached_tokens.tolist() == [16, 8]
+
+
+def test_offloaded_pages_keep_their_groups():
+  """A loop evicts the pages of both groups to offload memory."""
+  groups = [FullAttention(page_size=4), SlidingWindow(8, page_size=4)]
+  cache = CacheManager(9, groups, 64, key=KEY, offload_pages=8, max_requests=2)
+  one = request("a", range(9))
+  admit(cache, one)
+  cache.free(one)
+  state, _ = jaxkv.allocate(cache.state, [16, 0])
+  state, _ = jaxkv.free(state, slots=[0])
+  assert cache.take(state) == []
+  pages = cache.pages.cached_in_order()
+  assert len(pages) == 4 and min(pages) > 9
+  keys = np.asarray(state.pool.index.entry, "<u4")[pages, :4]
+  assert cache.pages.keys(pages) == [key.tobytes() for key in keys]
+  assert hit_of(cache, request("b", range(9)))[1] == 8
 
 
 def _with_a_state_of_a_loop():

@@ -27,6 +27,7 @@ from tests.kv.memory import make
 from tests.kv.memory import view
 from tests.kv.memory import write
 from tests.tools.pool_copies import assert_in_place
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +164,9 @@ class TestAttend:
     expected = by_reference(kv, where, q, tree_mask=np.asarray(tree))
     assert_matches(out, lse, *expected, np.dtype("float32"))
 
+  @pytest.mark.fast
+  @slow_except("dtype", ["float32", "int8"], "int8")
+  @slow_except("window", [None, 3], 3)
   @pytest.mark.parametrize("dtype", ["float32", "int8"])
   @pytest.mark.parametrize("window", [None, 3])
   def test_packed_view_equals_the_reference(self, dtype, window):

@@ -14,8 +14,6 @@ from tests.kv.memory import draw
 from tests.kv.memory import view
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.slow
-
 LAYERS, PAGES, SIZE = 3, 24, 4
 _ALONE = (jaxkv.Recurrent(),)
 TABLE = [[5, 9, 2, 24, 24], [7, 1, 24, 24, 24], [0, 0, 3, 24, 24]]

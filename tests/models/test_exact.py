@@ -12,6 +12,7 @@ import pytest
 from jaxkv import models
 from tests import as_users
 from tests.models import exact_families as families
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 _deep = pytest.mark.deep
@@ -22,6 +23,7 @@ _FAMILIES = [
 _DTYPES = [jnp.float32, pytest.param(jnp.bfloat16, marks=_deep)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda x: np.dtype(x).name)
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_chunks_pages_and_neighbours_change_no_bit(name, dtype):
@@ -138,6 +140,8 @@ def _products(lowered):
   return set(re.findall(pattern, lowered.as_text()))
 
 
+@pytest.mark.fast
+@slow_except("name", families.NAMES, "llama", "gemma")
 @pytest.mark.parametrize("name", families.NAMES)
 def test_all_programs_have_products_of_the_same_shapes(name):
   """So they agree wherever a product depends on its shapes alone."""
@@ -152,6 +156,7 @@ def test_all_programs_have_products_of_the_same_shapes(name):
     assert _products(lowered) == expected
 
 
+@pytest.mark.fast
 class TestArguments:
   """Arguments that are refused."""
 

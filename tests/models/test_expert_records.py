@@ -13,6 +13,7 @@ from jaxkv import kv as paged
 from jaxkv import models
 from jaxkv._src.models.decoder import mlp as mlps
 from tests.models.chosen_experts import chosen_experts
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +161,8 @@ def test_pages_have_the_experts_of_a_prompt_in_chunks(name):
   np.testing.assert_array_equal(read, expected)
 
 
+@pytest.mark.fast
+@slow_except("name", ["windows", "latents"], "windows")
 @pytest.mark.parametrize("name", ["windows", "latents"])
 def test_given_experts_are_used_and_recorded(name):
   """With and without pages; those below 0 are chosen by the tokens."""
@@ -219,6 +222,7 @@ def _mixture(token: Any, w: Any, mlp: models.Experts, chosen: Any) -> Any:
   return out + shared
 
 
+@pytest.mark.fast
 @over_decoders
 def test_given_experts_in_numpy(name):
   mlp = _LAYERS[name][-1].mlp
@@ -283,6 +287,7 @@ def test_an_expert_id_out_of_range_gives_nan():
   assert np.all(np.isnan(logits[0, 5:]))
 
 
+@pytest.mark.fast
 class TestArguments:
   def test_a_decoder_without_experts_is_refused(self):
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=(_DENSE,))

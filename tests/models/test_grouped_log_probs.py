@@ -17,6 +17,7 @@ from jaxkv import models
 from jaxkv import rl
 from jaxkv._src.models.decoder import log_probs
 from tests.tools.collectives import collectives
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -201,6 +202,8 @@ def test_completions_equal_whole_sequences(name):
   _assert_close(out, expected)
 
 
+@pytest.mark.fast
+@slow_except("name", _LAYERS, "sinks and experts")
 @over_decoders
 def test_trees_equal_whole_sequences(name):
   levels = _grouped(name, _params(name), _trees())

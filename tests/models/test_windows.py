@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from tests.models import numpy_decoder
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +171,8 @@ def _in_steps(step: Any) -> np.ndarray:
 
 
 class TestTokens:
+  @pytest.mark.fast
+  @slow_except("pattern", _PATTERNS, "once")
   @pytest.mark.parametrize("pattern", _PATTERNS)
   def test_equal_the_decoder_in_numpy(self, pattern):
     step = _Paged(_config(**_PATTERNS[pattern]))
@@ -204,6 +207,7 @@ class TestMemory:
 
     assert temporary((3,) * 5 + (None,)) < 1.5 * temporary((None,))
 
+  @pytest.mark.fast
   def test_wrong_numbers_of_views_and_layers_are_refused(self):
     config = _config(windows=(3, None))
     cache_config = jaxkv.CacheConfig(

@@ -117,6 +117,7 @@ def test_counters_equal_a_count_by_hand():
   )
 
 
+@pytest.mark.fast
 def test_younger_of_equal_sequences_is_preempted():
   """Two sequences of one token in four pages, four tokens long each.
 
@@ -125,7 +126,8 @@ def test_younger_of_equal_sequences_is_preempted():
   the older one has ended. Then it resumes in three of the four pages. The last
   page is not given to the third one: it is left for the first two to grow.
   """
-  config = rollout.RolloutConfig(max_new_tokens=5)
+  # One program with `test_counts`.
+  config = rollout.RolloutConfig(max_new_tokens=5, timeline=6)
   state = by_hand.begun(by_hand.sizes(5, 2), config, [[1], [2], [3]])
   program = by_hand.program()
   status = []

@@ -370,6 +370,8 @@ class TestRows:
     assert codes[0] == _OK and codes[1] not in (_OK, _SKIPPED)
     assert codes[2] == _SKIPPED
 
+  @pytest.mark.fast
+  @slow_except("verb", NAMING, "submit", "extend", "harvest groups")
   def test_masked_and_failed_rows_change_nothing(self, verb):
     """Masked rows and rows with wrong ids leave the state bit-identical."""
     state, args = example(verb)

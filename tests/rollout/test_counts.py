@@ -35,7 +35,6 @@ def _with_counts(state, start_count):
   return dataclasses.replace(state, counters=counters)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "start_count",
   [

@@ -1,13 +1,17 @@
 """Several calls of the model for one round of scheduling change no token."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import rollout
+from jaxkv._src.engine import decode_round
 from tests.rollout import by_hand
 from tests.tools.platforms import programs_for
 
@@ -138,3 +142,31 @@ def test_bad_decode_steps_are_refused():
   config = _config(17, num_samples=1)
   with pytest.raises(ValueError, match="at most the tokens of a slot, 16, got"):
     by_hand.begun(by_hand.sizes(60, 3), config)
+
+
+def test_a_round_ends_with_the_page_of_a_state():
+  """Slots have 1 to 4 tokens in pages of 4, and compute another one first."""
+  config = rollout.RolloutConfig(max_new_tokens=9, decode_steps=8)
+  prompts = [[1] * length for length in (2, 3, 4, 5)]
+  state = by_hand.begun(by_hand.sizes(20, 4), config, prompts)
+  counts = jnp.ones((4,), jnp.int32)
+  slots = dataclasses.replace(state.slots, row=jnp.arange(4, dtype=jnp.int32))
+  further = {}
+  for kind in (jaxkv.FullAttention(), jaxkv.Recurrent()):
+    sizes = jaxkv.CacheConfig(
+      num_pages=30, page_size=4, num_slots=4, pages_per_slot=4, groups=(kind,)
+    )
+    lengths = np.asarray([1, 2, 3, 4])
+    cache, _ = jaxkv.allocate(jaxkv.init(sizes), lengths)
+    cache, _ = jaxkv.commit(cache, np.ones((4, 4), np.int32), lengths)
+    reserve = functools.partial(
+      decode_round.reserve, max_calls=None, config=config
+    )
+    _, tokens = jax.jit(reserve)(
+      state.queue, slots, cache, counts, samples=counts > 0
+    )
+    further[kind] = tokens.tolist()
+  assert further == {
+    jaxkv.FullAttention(): [7] * 4,
+    jaxkv.Recurrent(): [2, 1, 0, 3],
+  }

@@ -48,7 +48,6 @@ def _program(draft=None):
   )
 
 
-@pytest.mark.slow
 def test_stop_strings_end_after_min_tokens():
   """`ab` is drawn as tokens 1 and 2, 3 and 4, and so on.
 
@@ -94,7 +93,6 @@ def test_no_draft_exceeds_the_limit():
   assert kinds == {"decode"}
 
 
-@pytest.mark.slow
 def test_dropped_sequence_has_its_first_limit():
   """The limit is three tokens again, not the one token of the second turn."""
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)

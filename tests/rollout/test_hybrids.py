@@ -1,4 +1,4 @@
-"""A model with sliding windows in five of six layers, in the loop."""
+"""A model with sliding windows in all layers but the last, in the loop."""
 
 import functools
 
@@ -12,61 +12,68 @@ from jaxkv import models
 from jaxkv import rollout
 from tests.rollout import by_hand
 from tests.rollout import uncached
+from tests.tools.tiers import slow_except
 
-pytestmark = pytest.mark.slow
+_PATTERNS = ((5, 5, 7, 5, 5, None), (5, None))
 
-_WINDOWS = (5, 5, 7, 5, 5, None)
-_MODEL = models.llama(
-  vocab_size=31,
-  num_layers=6,
-  embed_dim=24,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  mlp_dim=32,
-  windows=_WINDOWS,
-  rope_base=(1e4, 1e4, 1e4, 1e4, 1e4, 1e6),
-)
+
+def _model(windows: tuple[int | None, ...]) -> models.Decoder:
+  return models.llama(
+    vocab_size=31,
+    num_layers=len(windows),
+    embed_dim=24,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    windows=windows,
+    rope_base=(*[1e4] * (len(windows) - 1), 1e6),
+  )
+
+
 _PAGE, _CHUNK, _NEW, _WIDTH = 4, 6, 10, 30
 _OPTIONS = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=_NEW, stop_token=3, prefill_chunk=_CHUNK
 )
 
 
-def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
+def _begun(model: models.Decoder, prompts: jax.Array, lengths: jax.Array):
   sizes = jaxkv.CacheConfig(
-    num_pages=pages,
+    # Few pages: sequences are preempted and resume.
+    num_pages=3 + 5 * len(model.layers),
     page_size=_PAGE,
     num_slots=3,
     pages_per_slot=10,
-    groups=models.cache_groups(_MODEL),
+    groups=models.cache_groups(model),
   )
-  kv = models.init_kv(_MODEL, sizes)
+  kv = models.init_kv(model, sizes)
   key = jax.random.key(1)
   return rollout.init(
     jaxkv.init(sizes), kv, rollout.Requests(prompts, lengths), key, _OPTIONS
   )
 
 
-def test_windows_equal_uncached_attention():
+@slow_except("windows", _PATTERNS, (5, None))
+@pytest.mark.parametrize("windows", _PATTERNS, ids=str)
+def test_windows_equal_uncached_attention(windows):
   """Tokens equal uncached attention, and windows hold few pages."""
   rng = np.random.default_rng(0)
   prompts = rng.integers(4, 31, (5, _WIDTH)).astype(np.int32)
   prompts[1:3, :17] = prompts[0, :17]
   lengths = jnp.asarray([25, 30, 20, 1, 9], jnp.int32)
   # Larger logits: a wrong one leads to other tokens soon.
-  params = models.init_params(jax.random.key(0), _MODEL)
+  model = _model(windows)
+  params = models.init_params(jax.random.key(0), model)
   params |= {"embed": params["embed"] * 3}
-  # Few pages: sequences are preempted and resume.
-  state = _arguments(jnp.asarray(prompts), lengths, 33)
+  state = _begun(model, jnp.asarray(prompts), lengths)
   expected = jax.jit(
-    functools.partial(uncached.generate, decoder=_MODEL, config=_OPTIONS)
+    functools.partial(uncached.generate, decoder=model, config=_OPTIONS)
   )(params, state.queue, jnp.float32(1))
-  paged = functools.partial(models.forward, config=_MODEL)
+  paged = functools.partial(models.forward, config=model)
   program = by_hand.Runner(paged, params)
   max_pages = [
     -(-(window - 1 + _CHUNK) // _PAGE) + 1
-    for window in _WINDOWS
+    for window in windows
     if window is not None
   ]
   while not bool(rollout.is_done(state)):
@@ -74,7 +81,7 @@ def test_windows_equal_uncached_attention():
     num_held_pages = np.asarray(
       state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
     )
-    assert np.all(num_held_pages[:, :5].max(axis=0) <= max_pages)
+    assert np.all(num_held_pages[:, :-1].max(axis=0) <= max_pages)
     jaxkv.check(state.memory.cache)
   hits = int(state.memory.cache.stats.hit_tokens)
   np.testing.assert_array_equal(state.queue.tokens, expected.tokens)

@@ -13,6 +13,7 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from tests.guides import small_vocabulary
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +167,8 @@ def test_each_sequence_equals_a_separate_run(drafts, decode_steps):
     assert _outcome(solo, row) == _outcome(together, row), row
 
 
+@pytest.mark.fast
+@slow_except("decode_steps", [1, 3, 8, 16], 3)
 @pytest.mark.parametrize(
   "decode_steps",
   [1, 3, *(pytest.param(k, marks=pytest.mark.deep) for k in (8, 16))],

@@ -30,6 +30,7 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
   return by_hand.begun(by_hand.sizes(40, 3), config, prompts, **options)
 
 
+@pytest.mark.fast
 def test_limits_of_a_call():
   """One group has ended, one half, and one has no sample."""
   state = _begun()
@@ -53,6 +54,7 @@ def test_limits_of_a_call():
     assert bool(generate.goes_on(limits, state, start_steps)) == goes_on, limits
 
 
+@pytest.mark.fast
 def test_stop_tokens_and_stop_strings():
   """A stop string counts after enough tokens, and a stop token before it."""
   texts = rollout.token_bytes([b"a", b"b", b"c", b"ab", b"!"])
@@ -111,6 +113,7 @@ def _drafts_of(state):
   )
 
 
+@pytest.mark.fast
 def test_drafts_continue_repeated_ngrams():
   """Drafts are the tokens that followed the same two tokens before.
 

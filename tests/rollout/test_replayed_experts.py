@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv import kv as memory
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.engine import expert_records
 from tests.models.chosen_experts import chosen_experts
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
@@ -102,6 +103,38 @@ def _check(out: rollout.Generated, rows, version=0, counts=None) -> None:
     expected = _experts_of(tokens, np.arange(len(tokens)), version)
     expected[length:] = -1
     np.testing.assert_array_equal(out.experts[row], expected, str(row))
+
+
+@pytest.mark.fast
+def test_experts_under_which_a_token_was_sampled_are_kept():
+  """After preemption, pages have other experts for the first five tokens."""
+  state = _begun(slots=2)
+  width = state.queue.width
+  # Of each row, tokens 4 to 7 were sampled; row 3 has no experts yet.
+  versions = np.full((8, width), -1, np.int32)
+  versions[:, 4:8] = 0
+  experts = np.full(state.queue.experts.shape, -1, np.int16)
+  experts[5, :7] = 3
+  state = by_hand.with_queue(
+    state, versions=jnp.asarray(versions), experts=jnp.asarray(experts)
+  )
+  cache, _ = jaxkv.allocate(state.memory.cache, [5, 5])
+  cache, _ = jaxkv.commit(cache, [[1] * 5] * 2, [5, 5])
+  kv, expert_ids = state.memory.kv
+  expert_ids = dataclasses.replace(
+    expert_ids, values=jnp.full_like(expert_ids.values, 9)
+  )
+  queue = jax.jit(expert_records.save_experts)(
+    state.queue, (kv, expert_ids), cache, jnp.asarray([5, 3], jnp.int32)
+  )
+  saved = np.asarray(queue.experts)
+  assert (saved == saved[:, :, :1, :1]).all()
+  none = [-1] * width
+  # Token 3 and later ones predict tokens that were sampled.
+  expected = [none] * 8
+  expected[5] = [9, 9, 9, 3, 3, 3, 3, *none[7:]]
+  expected[3] = [9, 9, 9, 9, 9, *none[5:]]
+  assert saved[:, :, 0, 0].tolist() == expected
 
 
 @pytest.mark.deep

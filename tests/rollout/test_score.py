@@ -34,6 +34,7 @@ from tests.tools.tiers import slow_except
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.fast
 @slow_except("name", MODELS, "plain")
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_equal_a_forward_pass(name):

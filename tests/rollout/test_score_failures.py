@@ -40,6 +40,7 @@ class TestGroups:
       assert np.isfinite(values[1:]).all()
     assert not np.any(scored.top_tokens[0])
 
+  @pytest.mark.fast
   def test_lengths_out_of_range_give_nan(self):
     """A completion whose length is out of range has NaN in all columns."""
     groups = GROUPS._replace(
@@ -56,6 +57,7 @@ class TestGroups:
     assert not np.any(scored.computed_tokens)
     assert pages_held(state) == 0
 
+  @pytest.mark.fast
   def test_groups_without_samples(self):
     """Groups without samples, as of `grouped`, are OK and compute nothing."""
     groups = GROUPS._replace(prompt_lengths=np.asarray([12, 1, 0], np.int32))
@@ -120,6 +122,7 @@ def test_entropy_and_top_log_probs_change_no_log_prob(temperature):
 
 
 class TestArguments:
+  @pytest.mark.fast
   def test_bad_arrays_are_refused(self):
     state = fresh()
     with pytest.raises(TypeError, match="`state` must be a RolloutState"):

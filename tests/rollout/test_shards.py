@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from jaxkv import sharding
+from jaxkv._src.sharding import rebalance as rebalance_steps
 from tests.rollout import by_hand
 from tests.rollout import recipes
 from tests.rollout.recipes import assert_equal_results
@@ -108,6 +109,42 @@ class TestRebalance:
     assert {2, 3} <= {*np.asarray(state.queue.ids)[1].tolist()}
     expected = jax.device_get(sharding.generated(plain, axes=axes))
     assert_equal_results(sharding.generated(state, axes=axes), expected)
+
+  def test_groups_whose_ids_overlap_stay(self):
+    """Samples 6 and 7 of one shard, and 7 and 8 of the other one."""
+    config = rollout.RolloutConfig(
+      num_samples=2, max_new_tokens=4, max_length=14
+    )
+    empty, waits, ended = by_hand.EMPTY, by_hand.WAITS, by_hand.DONE
+
+    def shard(ids, status):
+      state = by_hand.begun(by_hand.sizes(20, 2), config)
+      return by_hand.with_queue(
+        state,
+        ids=jnp.asarray(ids, jnp.int32),
+        status=jnp.asarray(status, jnp.int32),
+      )
+
+    states = (
+      shard(range(8), [waits] * 8),
+      shard([*range(7, 11), *[0] * 4], [ended] * 4 + [empty] * 4),
+    )
+    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    axes = axes_of(data=2)
+
+    def exchange(state):
+      return rebalance_steps._exchange(
+        state, 1, axes, max_groups=4, max_pages=0
+      )
+
+    states = jax.jit(jax.vmap(exchange, axis_name="data"))(states)
+    exists = np.asarray(states.queue.status) != empty
+    ids = [
+      sorted(row[held].tolist())
+      for row, held in zip(np.asarray(states.queue.ids), exists, strict=True)
+    ]
+    # The last two of the groups that may move, which have half of the work.
+    assert ids == [[0, 1, 6, 7], [2, 3, 4, 5, 7, 8, 9, 10]]
 
   @pytest.mark.slow
   def test_sequences_of_other_versions_stay(self):

@@ -1,8 +1,12 @@
 """Samples of one prompt: one computes it, the others follow and share it."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
 
@@ -32,3 +36,31 @@ def test_samples_with_different_salts_share_no_page():
     assert bool(rollout.is_done(state))
     assert (int(state.counters.peak_shared) > 0) == is_shared, words
     assert is_shared or int(state.memory.cache.stats.hit_tokens) == 0, words
+
+
+def test_samples_leave_their_slots_with_their_leader():
+  """A sample waits for the leader's prompt, and then for another slot."""
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=4, max_length=14, prefill_chunk=3
+  )
+  state = by_hand.begun(by_hand.sizes(40, 3), config, [_PROMPT] * 2)
+  # Slot 2 computes the prompt of slot 0; slot 1 has another prompt.
+  cache, _ = jaxkv.allocate(state.memory.cache, [0, 3, 3])
+  cache, _ = jaxkv.commit(cache, [_PROMPT[:3]] * 3, [0, 3, 3])
+  slots = dataclasses.replace(
+    state.slots,
+    row=jnp.asarray([1, 2, 0], jnp.int32),
+    leader=jnp.asarray([2, 3, 3], jnp.int32),
+  )
+  runs, waits = by_hand.RUNS, by_hand.WAITS
+  state = by_hand.with_queue(
+    state, status=jnp.asarray([runs, runs, runs, waits], jnp.int32)
+  )
+  state = by_hand.with_cache(dataclasses.replace(state, slots=slots), cache)
+  rollout.check(state)
+  state, out = rollout.requeue(state, [0])
+  assert out.ok.all()
+  rollout.check(state)
+  assert state.queue.status.tolist() == [waits, waits, runs, waits]
+  assert state.slots.row.tolist() == [4, 2, 4]
+  assert state.slots.leader.tolist() == [3, 3, 3]

@@ -274,6 +274,25 @@ def test_sequences_shorter_than_a_page(tmp_path):
   rollout.check(found)
 
 
+def test_all_sequences_wait_in_a_snapshot_without_pages(tmp_path):
+  """Also one that waits for its leader, which has no slot afterwards."""
+  state = begun()
+  runs = jnp.asarray([1, 1] + [0] * 6, jnp.int32)
+  slots = dataclasses.replace(
+    state.slots,
+    row=jnp.asarray([8, 1, 0], jnp.int32),
+    leader=jnp.asarray([3, 2, 3], jnp.int32),
+  )
+  state = by_hand.with_queue(state, status=runs)
+  state = dataclasses.replace(state, slots=slots)
+  checkpoint.save(tmp_path / "led", state, pages=False)
+  found = checkpoint.restore(tmp_path / "led", state)
+  assert found.queue.status.tolist() == [by_hand.WAITS] * 8
+  assert found.slots.row.tolist() == [8] * 3
+  assert found.slots.leader.tolist() == [3] * 3
+  rollout.check(found)
+
+
 def test_another_number_of_shards_is_refused(tmp_path):
   """The message names the way to have all shards on fewer devices."""
   state = begun()

@@ -187,7 +187,9 @@ def _assert_all(state, temperature):
   rollout.check(state)
 
 
+@pytest.mark.fast
 @slow_except("pages", [100, 22, 30], 22)
+@slow_except("temperature", [0.0, 1.0], 1.0)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
   ("slots", "pages"),
@@ -258,6 +260,7 @@ def test_states_are_updated_in_place():
   assert pool_sized_rewrites(compiled, shape) == []
 
 
+@pytest.mark.fast
 class TestInit:
   def test_states_are_needed(self):
     kv, states = _memory(_sizes(100, 4))

@@ -8,8 +8,6 @@ import pytest
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-pytestmark = pytest.mark.slow
-
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=6, stop_token=8, prefill_chunk=4
 )

@@ -147,6 +147,26 @@ class TestUpdateWeights:
       assert gaps[row, old_lengths[row] : int(out.lengths[row])].max() <= 1e-5
 
 
+def test_an_extended_sequence_restarts_with_the_limit_of_its_prompt():
+  config = dataclasses.replace(_CONFIG, max_new_tokens=4, max_length=24)
+  state = _begun(config=config)
+  state, out = rollout.extend(
+    state, [2, 5], [[7, 8, 9]] * 2, [2, 3], max_tokens=[3, 2]
+  )
+  assert out.ok.all()
+  assert state.queue.limit.tolist() == [20, 20, 17, 16, 18, 19]
+  extended = state.queue
+  state = rollout.update_weights(state, "drop")
+  rollout.check(state)
+  lengths = np.repeat(_LENGTHS, 2)
+  for name in ("length", "start"):
+    assert getattr(extended, name)[5] == 17, name
+    np.testing.assert_array_equal(getattr(state.queue, name), lengths)
+  np.testing.assert_array_equal(state.queue.limit, lengths + 4)
+  assert extended.tokens[5, 14:17].tolist() == [7, 8, 9]
+  assert not np.any(state.queue.tokens[5, 14:])
+
+
 @pytest.mark.slow
 def test_a_leader_of_older_weights_is_not_followed():
   """A kept leader has old K/V, so its sibling computes the whole prompt."""

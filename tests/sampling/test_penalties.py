@@ -17,8 +17,6 @@ from jaxkv._src.sampling.settings import Sampling
 from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
 
-pytestmark = pytest.mark.slow
-
 _INF = float("inf")
 _VOCABULARY = 6
 _LOGITS = [2.0, -1.0, 0.0, 1.0, 4.0, -2.0]

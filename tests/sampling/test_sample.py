@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv._src.sampling import sample as sample_steps
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.penalties import see
@@ -242,6 +243,16 @@ class TestMixed:
       )
       for i in (0, 2):
         assert int(samples.tokens[i]) == int(expected.tokens[i])
+
+  def test_no_token_of_weight_zero_is_drawn(self, monkeypatch):
+    """Prefix sums are rounded independently, so they may grow at a zero."""
+    weights = jnp.asarray([[0.0, 3.0, 0.0, 5.0, 0.0]] * 4)
+    rounded_sums = jnp.asarray([[0.0, 3.0, 3.25, 8.0, 8.5]] * 4)
+    monkeypatch.setattr(jnp, "matmul", lambda *_, **__: rounded_sums)
+    uniforms = jnp.asarray([0.0, 2.0, 3.125, 8.25]) / 8.5
+    tokens = sample_steps._inverse_cdf(weights, uniforms)
+    # The last one exceeds all sums at positive weights.
+    assert tokens.tolist() == [1, 1, 3, 3]
 
   def test_nothing_is_drawn_from_masked_tokens(self):
     """Fewer tokens than top-k are left."""

@@ -35,6 +35,19 @@ class TestFailures:
     assert len(made) > 10
     assert all(worker.is_closed for worker in made)
 
+  def test_a_new_worker_of_a_place_gets_the_last_weights(self):
+    made = []
+
+    def make(_):
+      made.append(StubWorker() if made else FailingWorker(1))
+      return made[-1]
+
+    with workers.Pool(make, 1, config=CONFIG, retry_pause=0) as pool:
+      pool.update_weights("weights 1")
+      ids = pool.submit(requests_of(random_prompts(20)))
+      assert results_of(pool) == expected_of(ids, version=1)
+    assert [worker.version for worker in made] == [1, 1]
+
   def test_a_prompt_that_is_refused_is_an_error(self):
     class Strict(StubWorker):
       def submit(self, requests, ids):
