@@ -46,11 +46,8 @@ def test_a_page_is_found_by_its_key():
   """Pages 1 and 2 are in, page 3 is not."""
   index = published(prefix_index.init(16, 2), 1, 2)
   assert found(index, 1, 2, 3) == [1, 2, 0]
-  assert prefix_index.contains(index, ints(1, 2, 3)).tolist() == [
-    True,
-    True,
-    False,
-  ]
+  is_cached = prefix_index.contains(index, ints(1, 2, 3))
+  assert is_cached.tolist() == [True, True, False]
 
 
 def test_a_page_with_other_tokens_is_no_hit():
