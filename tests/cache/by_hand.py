@@ -61,7 +61,7 @@ def references(state: jaxkv.CacheState, *numbers) -> list[int]:
   return state.pool.ref_count[ints(*numbers)].tolist()
 
 
-def listed(queue: free_queue.FreeQueue) -> list[int]:
+def free_list(queue: free_queue.FreeQueue) -> list[int]:
   """Returns the free pages in the order in which they will be taken."""
   return free_queue.in_order(queue)[: int(queue.num_free)].tolist()
 
@@ -82,15 +82,15 @@ def text(start: int = 0) -> jax.Array:
   return jnp.arange(100 + start, 116 + start, dtype=jnp.int32)[None]
 
 
-def empty(*groups, **options) -> jaxkv.CacheState:
+def empty_cache(*groups, **options) -> jaxkv.CacheState:
   """Returns a cache with one slot of eight pages of two tokens."""
   fields = {"num_pages": PAGES, "num_slots": 1, "pages_per_slot": 8}
   return _init(groups, fields | options)
 
 
-def held(length: int, *groups, **options) -> jaxkv.CacheState:
+def with_text(length: int, *groups, **options) -> jaxkv.CacheState:
   """A cache that holds a text."""
-  state = empty(*groups, **options)
+  state = empty_cache(*groups, **options)
   slot = ints(0)
   state, room = jaxkv.allocate(state, ints(length), slots=slot)
   state, done = jaxkv.commit(state, text(), ints(length), slots=slot)
@@ -98,9 +98,9 @@ def held(length: int, *groups, **options) -> jaxkv.CacheState:
   return state
 
 
-def freed(length: int, *groups, **options) -> jaxkv.CacheState:
+def after_text(length: int, *groups, **options) -> jaxkv.CacheState:
   """A cache that held a text."""
-  return jaxkv.free(held(length, *groups, **options), slots=ints(0))[0]
+  return jaxkv.free(with_text(length, *groups, **options), slots=ints(0))[0]
 
 
 def without(state: jaxkv.CacheState, *pages) -> jaxkv.CacheState:

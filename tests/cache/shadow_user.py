@@ -201,8 +201,7 @@ class User:
     codes = enumerate(out.code.tolist())
     return [(row, slots[row]) for row, code in codes if code == Status.OK]
 
-  def _after_commit(self, out, tokens, num_tokens, slots=None, mask=None):
-    del mask
+  def _after_commit(self, out, tokens, num_tokens, slots=None, **_):
     for row, slot in self._rows(out, slots):
       written = self.slots[slot]
       new = tokens[row][: num_tokens[row]]
@@ -236,15 +235,13 @@ class User:
       self.counts["hits"] += cached > 0
       self.counts["hit tokens"] += cached
 
-  def _after_fork(self, out, src, dst, mask):
-    del mask
+  def _after_fork(self, out, src, dst, **_):
     old_slots = list(self.slots)
     for row, slot in self._rows(out, dst):
       self.slots[slot] = old_slots[src[row]].copy()
     self.counts["copies"] += self.memory.copy(*out.copies)
 
-  def _after_truncate(self, out, lengths, slots=None, mask=None):
-    del mask
+  def _after_truncate(self, out, lengths, slots=None, **_):
     for row, slot in self._rows(out, slots):
       written = self.slots[slot]
       if lengths[row] == 0:
@@ -254,8 +251,7 @@ class User:
         written.lost = False
     self.counts["copies"] += self.memory.copy(*out.copies)
 
-  def _after_free(self, out, slots=None, mask=None):
-    del mask
+  def _after_free(self, out, slots=None, **_):
     for _, slot in self._rows(out, slots):
       self.slots[slot] = self._nothing()
 
@@ -263,12 +259,10 @@ class User:
     self.epoch += 1
     _need(int(out.epoch) == self.epoch, "an epoch was left out")
 
-  def _after_touch(self, out, pages, mask):
-    del mask
+  def _after_touch(self, out, pages, **_):
     self.memory.pin(np.asarray(pages)[out.code == Status.OK])
 
-  def _after_unpin(self, out, pages, mask):
-    del mask
+  def _after_unpin(self, out, pages, **_):
     self.memory.unpin(np.asarray(pages)[out.code == Status.OK])
 
   def _after_pin(self, out, **named):

@@ -9,7 +9,7 @@ from jaxkv import SlidingWindow
 from jaxkv import Status
 from tests.cache.by_hand import NONE
 from tests.cache.by_hand import PAGES
-from tests.cache.by_hand import freed
+from tests.cache.by_hand import after_text
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import match
 from tests.cache.by_hand import pages
@@ -68,7 +68,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing():
 class TestWindows:
   @pytest.mark.slow
   def test_a_hit_has_null_pages(self):
-    state = freed(10, SlidingWindow(4))
+    state = after_text(10, SlidingWindow(4))
     state, out = jaxkv.admit(state, ints(0), text(), ints(11))
     assert out.num_cached_tokens.tolist() == [10]
     # Pages 1 to 3 stay in the queue; the first one in it is taken.
@@ -78,7 +78,7 @@ class TestWindows:
   @pytest.mark.slow
   def test_an_evicted_part_is_filled_again(self):
     """Two tokens of the text are computed twice; the middle comes back."""
-    state = without(freed(10, SlidingWindow(4)), 2)
+    state = without(after_text(10, SlidingWindow(4)), 2)
     state, out = jaxkv.admit(state, ints(0), text(), ints(7))
     assert out.num_cached_tokens.tolist() == [2]
     assert table(state) == [[1, 6, 7, 8]]
@@ -92,7 +92,7 @@ class TestWindows:
 class TestChunks:
   @pytest.mark.slow
   def test_a_hit_without_pages_of_one_group(self):
-    state = without(freed(10, FullAttention(), ChunkedLocal(4)), 10)
+    state = without(after_text(10, FullAttention(), ChunkedLocal(4)), 10)
     state, out = jaxkv.admit(state, ints(0), text(), ints(11))
     assert out.num_cached_tokens.tolist() == [8]
     # Page 10 has no key any more, but stays where it is in the queue.

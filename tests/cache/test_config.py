@@ -103,20 +103,10 @@ def test_offload_pages_need_prefix_caching():
 def test_fields():
   """Each field makes every verb longer, so a new one needs a reason."""
   assert [field.name for field in dataclasses.fields(CacheConfig)] == [
-    "num_pages",
-    "page_size",
-    "num_slots",
-    "pages_per_slot",
-    "groups",
-    "prefix_caching",
-    "free_policy",
-    "prefix_rules",
-    "merge_duplicates",
-    "use_eagle",
-    "prefix_retention_interval",
-    "offload_pages",
-    "offload_policy",
-    "page_bytes",
+    *("num_pages", "page_size", "num_slots", "pages_per_slot", "groups"),
+    *("prefix_caching", "free_policy", "prefix_rules", "merge_duplicates"),
+    *("use_eagle", "prefix_retention_interval", "offload_pages"),
+    *("offload_policy", "page_bytes"),
   ]
 
 

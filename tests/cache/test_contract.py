@@ -45,14 +45,8 @@ TABLE = VERBS | {
 FEW = ("admit", "fork", "truncate", "match")
 CHANGING = [name for name in VERBS if name not in QUERIES]
 ON_HOST = {
-  "init",
-  "salt",
-  "check",
-  "free_pages",
-  "cached_pages",
-  "stats",
-  "show",
-  "view",
+  *("init", "salt", "check", "free_pages"),
+  *("cached_pages", "stats", "show", "view"),
 }
 # test_reset
 ELSEWHERE = {"clear_error"}

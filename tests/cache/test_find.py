@@ -5,7 +5,7 @@ import pytest
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
 from tests.cache.by_hand import NONE
-from tests.cache.by_hand import freed
+from tests.cache.by_hand import after_text
 from tests.cache.by_hand import match
 from tests.cache.by_hand import without
 
@@ -20,11 +20,11 @@ class TestFullAttention:
     [((), 10), ((5,), 8), ((3,), 4), ((3, 5), 4), ((1,), 0)],
   )
   def test_every_page_of_a_prefix_is_needed(self, evicted, tokens):
-    state = without(freed(10, FullAttention()), *evicted)
+    state = without(after_text(10, FullAttention()), *evicted)
     assert match(state, 11) == (tokens, [list(range(1, tokens // 2 + 1))])
 
   def test_one_token_is_left_over(self):
-    state = freed(10, FullAttention())
+    state = after_text(10, FullAttention())
     lengths = (1, 2, 3, 4, 5, 10, 11, 16)
     num_cached = [match(state, length)[0] for length in lengths]
     assert num_cached == [0, 0, 2, 2, 4, 8, 10, 10]
@@ -57,19 +57,19 @@ class TestHybrid:
   )
   def test_hits_end_where_all_groups_have_pages(self, evicted, tokens, pages):
     kinds = (FullAttention(), SlidingWindow(4), SlidingWindow(4))
-    state = without(freed(8, *kinds), *evicted)
+    state = without(after_text(8, *kinds), *evicted)
     assert match(state, 9) == (tokens, pages)
 
 
 class TestDraftModel:
   def test_the_last_page_is_computed_again(self):
-    state = freed(8, FullAttention(), use_eagle=True)
+    state = after_text(8, FullAttention(), use_eagle=True)
     assert match(state, 9) == (6, [[1, 2, 3]])
     assert match(state, 8) == (4, [[1, 2]])
     assert match(state, 3) == (0, [[]])
 
   def test_a_window_needs_the_page_behind(self):
-    state = freed(8, SlidingWindow(4), use_eagle=True)
+    state = after_text(8, SlidingWindow(4), use_eagle=True)
     assert match(state, 9) == (6, [[NONE, 2, 3]])
     assert match(without(state, 4), 9) == (4, [[1, 2]])
     assert match(without(state, 1), 9) == (6, [[NONE, 2, 3]])
@@ -77,7 +77,7 @@ class TestDraftModel:
   def test_one_page_less_for_all_groups_together(self):
     """A page is left out once, not once by each kind."""
     kinds = (FullAttention(), SlidingWindow(4), SlidingWindow(6))
-    state = freed(12, *kinds, use_eagle=True)
+    state = after_text(12, *kinds, use_eagle=True)
     tokens, pages = match(state, 13)
     assert tokens == 10
     assert pages[0] == [1, 2, 3, 4, 5]

@@ -7,24 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.cache.pool import free_queue
+from tests.cache.by_hand import free_list
 from tests.cache.by_hand import ints
-from tests.cache.by_hand import listed
 
 
-def popped(queue, count):
+def pop_pages(queue, count):
   """The queue, and the pages that left it."""
   queue, out = free_queue.pop(queue, jnp.int32(count), window=8)
   return queue, out.pages[out.valid].tolist()
 
 
-def removed(queue, *pages):
+def remove_pages(queue, *pages):
   """The queue without some pages, and how many they were."""
   valid = jnp.ones((len(pages),), bool)
   queue, count = free_queue.remove(queue, ints(*pages), valid)
   return queue, int(count)
 
 
-def pushed_back(queue, *pages):
+def push_back(queue, *pages):
   """The queue with pages behind all others."""
   pages = ints(*pages)
   valid = jnp.ones(pages.shape, bool)
@@ -33,7 +33,7 @@ def pushed_back(queue, *pages):
   )
 
 
-def pushed_front(queue, *pages):
+def push_front(queue, *pages):
   """The queue with pages before all others."""
   pages = ints(*pages)
   valid = jnp.ones(pages.shape, bool)
@@ -44,39 +44,39 @@ def pushed_front(queue, *pages):
 def test_pages_leave_from_the_front():
   """Page 0 is the null page and never in the queue."""
   queue = free_queue.init(6)
-  assert listed(queue) == [1, 2, 3, 4, 5]
-  queue, pages = popped(queue, 2)
+  assert free_list(queue) == [1, 2, 3, 4, 5]
+  queue, pages = pop_pages(queue, 2)
   assert pages == [1, 2]
-  assert listed(queue) == [3, 4, 5]
+  assert free_list(queue) == [3, 4, 5]
 
 
 def test_one_push_adds_pages_to_both_ends():
-  queue, _ = popped(free_queue.init(8), 5)
+  queue, _ = pop_pages(free_queue.init(8), 5)
   to_front = jnp.asarray([True, False, True, False, True])
   turn = jnp.asarray([0, 0, 2, 0, 1], jnp.int32)
   queue = free_queue.push(
     queue, ints(1, 2, 3, 4, 5), ~to_front, to_front, turn=turn
   )
-  assert listed(queue) == [3, 5, 1, 6, 7, 2, 4]
+  assert free_list(queue) == [3, 5, 1, 6, 7, 2, 4]
 
 
 def test_pages_are_pushed_to_either_end():
   """The last one pushed to the front is the first one there."""
-  queue, _ = popped(free_queue.init(6), 3)
-  queue = pushed_back(queue, 2)
-  assert listed(queue) == [4, 5, 2]
-  queue = pushed_front(queue, 1, 3)
-  assert listed(queue) == [3, 1, 4, 5, 2]
-  assert popped(queue, 2)[1] == [3, 1]
+  queue, _ = pop_pages(free_queue.init(6), 3)
+  queue = push_back(queue, 2)
+  assert free_list(queue) == [4, 5, 2]
+  queue = push_front(queue, 1, 3)
+  assert free_list(queue) == [3, 1, 4, 5, 2]
+  assert pop_pages(queue, 2)[1] == [3, 1]
 
 
 def test_a_page_is_taken_out_of_the_middle():
   """Its entry stays in the ring, but its page does not point back at it."""
-  queue, count = removed(free_queue.init(6), 2, 4, 4)
+  queue, count = remove_pages(free_queue.init(6), 2, 4, 4)
   assert count == 2
-  assert listed(queue) == [1, 3, 5]
+  assert free_list(queue) == [1, 3, 5]
   assert int(queue.span) == 5
-  queue, pages = popped(queue, 3)
+  queue, pages = pop_pages(queue, 3)
   assert pages == [1, 3, 5]
   # All entries are behind the head now, stale ones too.
   assert int(queue.span) == 0
@@ -87,12 +87,12 @@ def test_a_full_ring_is_swept():
   queue = free_queue.init(4)
   assert queue.ring.size == 8
   for _ in range(2):
-    queue = pushed_back(removed(queue, 2)[0], 2)
-  assert (listed(queue), int(queue.span)) == ([1, 3, 2], 5)
+    queue = push_back(remove_pages(queue, 2)[0], 2)
+  assert (free_list(queue), int(queue.span)) == ([1, 3, 2], 5)
   roomy = free_queue.reserve(queue, jnp.int32(3))
   assert int(roomy.span) == 5
   swept = free_queue.reserve(queue, jnp.int32(4))
-  assert (listed(swept), int(swept.span)) == ([1, 3, 2], 3)
+  assert (free_list(swept), int(swept.span)) == ([1, 3, 2], 3)
 
 
 def test_last_of_equal_items_is_marked():
@@ -115,23 +115,23 @@ def test_random_moves_equal_those_of_a_list():
   for _ in range(300):
     move = draws.integers(4)
     if move == 0 and expected:
-      queue, pages = popped(queue, 1)
+      queue, pages = pop_pages(queue, 1)
       if pages:  # None where eight stale entries are in front.
         assert pages == [expected.pop(0)]
         outside += pages
     elif move == 1 and expected:
       page = int(draws.choice(expected))
-      queue, _ = removed(queue, page)
+      queue, _ = remove_pages(queue, page)
       expected.remove(page)
       outside.append(page)
     elif outside:
       page = outside.pop(int(draws.integers(len(outside))))
       roomy = reserve(queue, jnp.int32(1))
       sweeps += int(roomy.span) < int(queue.span)
-      push = pushed_back if move == 2 else pushed_front
+      push = push_back if move == 2 else push_front
       queue = push(roomy, page)
       expected = [*expected, page] if move == 2 else [page, *expected]
-    assert listed(queue) == expected
+    assert free_list(queue) == expected
   assert sweeps > 0
 
 
@@ -144,6 +144,6 @@ def test_heads_wrap_around():
     position=jnp.where(queue.position < 8, (queue.position + 7) % 8, 2**30),
     head=jnp.int32(7),
   )
-  assert listed(queue) == [1, 2, 3]
-  queue, pages = popped(queue, 2)
+  assert free_list(queue) == [1, 2, 3]
+  queue, pages = pop_pages(queue, 2)
   assert (pages, int(queue.head)) == ([1, 2], 1)

@@ -90,9 +90,7 @@ def test_a_stale_page_is_not_saved():
   state, _ = jaxkv.allocate(state, [6])
   state, _ = jaxkv.commit(state, [[1, 2, 3, 4, 5, 6]], [6])
   state, _ = jaxkv.free(state, slots=[0])
-  old_state = state
-  state, _ = jaxkv.new_epoch(state)
-  for start_state, num_saved in ((old_state, 3), (state, 0)):
+  for start_state, num_saved in ((state, 3), (jaxkv.new_epoch(state)[0], 0)):
     new_state, out = jaxkv.allocate(start_state, [6])
     assert int(out.moves.count) == num_saved
     assert int(jaxkv.stats(new_state).saved_pages) == num_saved

@@ -7,8 +7,8 @@ import jaxkv
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
+from tests.cache.by_hand import free_list
 from tests.cache.by_hand import ints
-from tests.cache.by_hand import listed
 
 NONE = 8
 """NO_PAGE of a pool with pages 1 to 7."""
@@ -44,7 +44,7 @@ def test_pages_are_popped_in_the_order_of_the_ranges(pool, table):
   pool, table, evicted = page_table.grow(pool, table, ranges)
   assert table[1].tolist() == [[1, 2, NONE, NONE], [NONE, 3, NONE, NONE]]
   assert table[0, 0].tolist() == [4, NONE, NONE, NONE]
-  assert (listed(pool.queue), int(evicted)) == ([5, 6, 7], 0)
+  assert (free_list(pool.queue), int(evicted)) == ([5, 6, 7], 0)
 
 
 def test_the_last_column_goes_back_first(pool, table):
@@ -54,7 +54,7 @@ def test_the_last_column_goes_back_first(pool, table):
   cleared = page_table.ranges(ints(0), ints((1, 0)), ints((3, 0)))
   pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert table[0, 0].tolist() == [1, NONE, NONE, NONE]
-  assert listed(pool.queue) == [3, 2, 4, 5, 6, 7]
+  assert free_list(pool.queue) == [3, 2, 4, 5, 6, 7]
 
 
 def test_null_pages_are_not_freed(pool, table):
@@ -63,7 +63,7 @@ def test_null_pages_are_not_freed(pool, table):
   cleared = page_table.ranges(ints(0), ints((0, 0)), ints((4, 4)))
   pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert (table == NONE).all()
-  assert listed(pool.queue) == [1, 2, 3, 4, 5, 6, 7]
+  assert free_list(pool.queue) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_an_attached_page_has_one_more_reference(pool, table):
@@ -79,4 +79,4 @@ def test_an_attached_page_has_one_more_reference(pool, table):
   )
   assert table[:, 0, :2].tolist() == [[0, 5], [0, 5]]
   assert pool.ref_count[ints(0, 5)].tolist() == [0, 2]
-  assert listed(pool.queue) == [1, 2, 3, 4, 6, 7]
+  assert free_list(pool.queue) == [1, 2, 3, 4, 6, 7]

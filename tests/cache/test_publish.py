@@ -5,7 +5,6 @@ import pytest
 import jaxkv
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
-from tests.cache.by_hand import held
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import references
@@ -13,6 +12,7 @@ from tests.cache.by_hand import rows
 from tests.cache.by_hand import table
 from tests.cache.by_hand import text
 from tests.cache.by_hand import tiny
+from tests.cache.by_hand import with_text
 from tests.cache.by_hand import write
 
 
@@ -34,7 +34,7 @@ def test_pages_without_a_possible_hit_are_not_published():
 def test_waiting_pages_are_published_by_the_next_commit():
   """Of six tokens the last two fill a page, but not one of each group."""
   kinds = (FullAttention(page_size=4), FullAttention())
-  state = held(6, *kinds)
+  state = with_text(6, *kinds)
   assert table(state) == [[1, 2], [3, 4, 5]]
   assert jaxkv.cached_pages(state) == [1, 3, 4]
   state, _ = jaxkv.allocate(state, ints(2))
@@ -46,7 +46,7 @@ def test_waiting_pages_are_published_by_the_next_commit():
 @pytest.mark.slow
 def test_forks_that_share_a_page_without_a_key():
   kinds = (FullAttention(), FullAttention(page_size=4))
-  state = held(3, *kinds, num_slots=2)
+  state = with_text(3, *kinds, num_slots=2)
   assert jaxkv.cached_pages(state) == []
   state, _ = jaxkv.fork(state, ints(0), ints(1))
   assert table(state, 1) == [[1, 4], [5]]
@@ -61,7 +61,7 @@ def test_forks_that_share_a_page_without_a_key():
 def test_the_page_behind_is_published():
   """Pages of 2 tokens beside one of 8: 1-2 and 3-7 for ten tokens."""
   kinds = (FullAttention(page_size=8), SlidingWindow(2))
-  state = held(10, *kinds, use_eagle=True)
+  state = with_text(10, *kinds, use_eagle=True)
   assert table(state) == [[1, 2], [3, 4, 5, 6, 7]]
   # Of the window the last page before eight tokens and the one behind.
   assert jaxkv.cached_pages(state) == [1, 6, 7]

@@ -19,7 +19,7 @@ def ints(*values):
   return jnp.asarray(values, jnp.int32)
 
 
-def grown(state, count, first_token=0):
+def grow(state, count, first_token=0):
   """Slot 0 recycles, then allocates and commits `count` tokens."""
   state, _ = jaxkv.recycle(state)
   state, out = jaxkv.allocate(state, ints(count, 0))
@@ -39,18 +39,18 @@ def columns(state, slot=0):
 
 class TestColumns:
   def test_only_the_running_state_has_a_page(self):
-    state = grown(jaxkv.init(ALONE), 5)
+    state = grow(jaxkv.init(ALONE), 5)
     # Tokens 0-4 end in column 2.
     assert columns(state) == [0, 0, 1]
     assert state.pool.queue.num_free == 18
     # Two pages more: the state of column 2 was recycled.
-    state = grown(state, 4, 5)
+    state = grow(state, 4, 5)
     assert columns(state) == [0, 0, 1, 0, 2]
 
 
 class TestHits:
   def test_hits_end_at_a_cached_state(self):
-    state = grown(grown(jaxkv.init(ALONE), 4), 4, 4)
+    state = grow(grow(jaxkv.init(ALONE), 4), 4, 4)
     pages = columns(state)
     assert pages[1] > 0 and pages[3] > 0
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
@@ -75,7 +75,7 @@ HYBRID = jaxkv.CacheConfig(
 def test_hybrid_hits_end_where_all_groups_have_a_page():
   state = jaxkv.init(HYBRID)
   for first_token, count in ((0, 4), (4, 2), (6, 2), (8, 3)):
-    state = grown(state, count, first_token)
+    state = grow(state, count, first_token)
   tokens = jnp.arange(12, dtype=jnp.int32)[None]
   hit = jaxkv.match(state, tokens, ints(12))
   assert hit.num_cached_tokens.tolist() == [8]
@@ -86,20 +86,20 @@ def test_hybrid_hits_end_where_all_groups_have_a_page():
 
 class TestFork:
   def test_a_state_inside_a_page_is_copied(self):
-    state, out = jaxkv.fork(grown(jaxkv.init(ALONE), 5), ints(0), ints(1))
+    state, out = jaxkv.fork(grow(jaxkv.init(ALONE), 5), ints(0), ints(1))
     assert columns(state) == [0, 0, 1]
     assert columns(state, 1) == [0, 0, 2]
     assert (out.copies.src.tolist(), out.copies.dst.tolist()) == ([1], [2])
     jaxkv.check(state)
 
   def test_a_state_at_the_end_of_a_page_is_shared(self):
-    state, out = jaxkv.fork(grown(jaxkv.init(ALONE), 6), ints(0), ints(1))
+    state, out = jaxkv.fork(grow(jaxkv.init(ALONE), 6), ints(0), ints(1))
     assert columns(state, 1) == [0, 0, 1]
     assert out.copies.src.tolist() == [NO_PAGE]
     assert int(state.pool.ref_count[1]) == 2
 
   def test_pages_ahead_are_not_shared(self):
-    state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
+    state, _ = jaxkv.allocate(grow(jaxkv.init(ALONE), 5), ints(4, 0))
     assert columns(state) == [0, 0, 1, 0, 2]
     state, _ = jaxkv.fork(state, ints(0), ints(1))
     assert columns(state, 1) == [0, 0, 3]
@@ -120,9 +120,9 @@ class TestTruncate:
     assert all(jaxkv.check_invariants(state).values())
     return state, jaxkv.Status(int(out.code[0]))
 
-  def twice_grown(self):
+  def two_states(self):
     """States after 4 and after 8 tokens, nothing recycled."""
-    state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 4), ints(4, 0))
+    state, _ = jaxkv.allocate(grow(jaxkv.init(ALONE), 4), ints(4, 0))
     tokens = jnp.arange(4, 8, dtype=jnp.int32)[None]
     state, _ = jaxkv.commit(state, tokens, ints(4), slots=ints(0))
     assert columns(state) == [0, 1, 0, 2]
@@ -130,26 +130,26 @@ class TestTruncate:
 
   @pytest.mark.slow
   def test_truncated_to_a_kept_state(self):
-    state, code = self.cut(self.twice_grown(), 4)
+    state, code = self.cut(self.two_states(), 4)
     assert (code, columns(state)) == (jaxkv.Status.OK, [0, 1])
     # And on again, with the same keys.
-    state = grown(state, 4, 4)
+    state = grow(state, 4, 4)
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
     assert jaxkv.match(state, tokens, ints(9)).num_cached_tokens.tolist() == [8]
 
   @pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 7])
   def test_lengths_without_a_state_are_refused(self, length):
-    old_state = self.twice_grown()
+    old_state = self.two_states()
     state, code = self.cut(old_state, length)
     assert code == jaxkv.Status.RECYCLED
     assert columns(state) == columns(old_state)
 
   def test_pages_ahead_are_given_back(self):
-    state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
+    state, _ = jaxkv.allocate(grow(jaxkv.init(ALONE), 5), ints(4, 0))
     state, code = self.cut(state, 5)
     assert (code, columns(state)) == (jaxkv.Status.OK, [0, 0, 1])
 
   def test_truncated_to_length_zero(self):
-    state, code = self.cut(self.twice_grown(), 0)
+    state, code = self.cut(self.two_states(), 0)
     assert (code, columns(state)) == (jaxkv.Status.OK, [])
     assert int(state.pool.queue.num_free) == ALONE.num_pages - 1

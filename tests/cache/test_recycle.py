@@ -13,12 +13,12 @@ from jaxkv import FullAttention
 from jaxkv import SlidingWindow
 from jaxkv import Status
 from tests.cache.by_hand import PAGES
-from tests.cache.by_hand import held
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import rows
 from tests.cache.by_hand import table
 from tests.cache.by_hand import tiny
+from tests.cache.by_hand import with_text
 from tests.cache.by_hand import write
 
 
@@ -64,7 +64,7 @@ class TestRecycle:
     [(0, 0), (3, 0), (4, 0), (5, 1), (6, 1), (7, 2), (11, 4), (12, 4)],
   )
   def test_a_window_moves_on(self, tokens, count):
-    state = held(12, SlidingWindow(4))
+    state = with_text(12, SlidingWindow(4))
     state, out = jaxkv.recycle(state, lengths=ints(tokens))
     assert out.num_recycled_pages.tolist() == [count]
     assert table(state) == [[0] * count + list(range(count + 1, 7))]
@@ -77,13 +77,13 @@ class TestRecycle:
     ("tokens", "count"), [(5, 0), (6, 3), (11, 3), (12, 6)]
   )
   def test_a_chunk_ends(self, tokens, count):
-    state = held(12, ChunkedLocal(6))
+    state = with_text(12, ChunkedLocal(6))
     state, _ = jaxkv.recycle(state, lengths=ints(tokens))
     assert table(state) == [[0] * count + list(range(count + 1, 7))]
 
   @pytest.mark.slow
   def test_recycling_continues_where_it_ended(self):
-    state = held(12, SlidingWindow(4))
+    state = with_text(12, SlidingWindow(4))
     state, _ = jaxkv.recycle(state, lengths=ints(7))
     state, out = jaxkv.recycle(state, lengths=ints(5))
     assert out.num_recycled_pages.tolist() == [0]
@@ -94,7 +94,7 @@ class TestRecycle:
 
   @pytest.mark.slow
   def test_full_attention_keeps_everything(self):
-    state = held(12, FullAttention(), SlidingWindow(4))
+    state = with_text(12, FullAttention(), SlidingWindow(4))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [4]
     assert table(state) == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]]

@@ -83,12 +83,8 @@ _PLANTED_CALLS = 400
 _SEEDS = 6
 # The state machine walks through most of `SETUPS` with `--all`.
 _LIKE_OTHERS = {
-  "draft_states",
-  "few_pages",
-  "kept_of_16",
-  "pages_of_16",
-  "merged_windows",
-  "states_and_full",
+  *("draft_states", "few_pages", "kept_of_16"),
+  *("pages_of_16", "merged_windows", "states_and_full"),
 }
 _CACHES = [
   pytest.param(name, marks=pytest.mark.deep)

@@ -6,12 +6,12 @@ import pytest
 import jaxkv
 from jaxkv import SlidingWindow
 from jaxkv import Status
-from tests.cache.by_hand import held
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import references
 from tests.cache.by_hand import table
 from tests.cache.by_hand import tiny
+from tests.cache.by_hand import with_text
 from tests.cache.by_hand import write
 
 FIRST = jnp.asarray([True, False, False])
@@ -64,7 +64,7 @@ def test_lengths_that_a_slot_never_had_are_refused():
 
 @pytest.mark.slow
 def test_lengths_of_recycled_pages_are_refused():
-  state, _ = jaxkv.recycle(held(10, SlidingWindow(4)))
+  state, _ = jaxkv.recycle(with_text(10, SlidingWindow(4)))
   refused, out = jaxkv.truncate(state, ints(7))
   assert out.code.tolist() == [jaxkv.Status.RECYCLED]
   assert table(refused) == [[0, 0, 0, 4, 5]]
@@ -76,7 +76,7 @@ def test_lengths_of_recycled_pages_are_refused():
 
 def test_emptied_slots_have_no_skipped_pages():
   """A window had given two pages back; the next sequence holds all of its."""
-  state, _ = jaxkv.recycle(held(8, SlidingWindow(4)))
+  state, _ = jaxkv.recycle(with_text(8, SlidingWindow(4)))
   assert table(state) == [[0, 0, 3, 4]]
   state, out = jaxkv.truncate(state, ints(0))
   assert out.code.tolist() == [Status.OK]

@@ -30,7 +30,7 @@ def hybrid(make: Any, **options: Any) -> Any:
   return make(25, HYBRID, LONGEST, **options)
 
 
-def filled(cache: Any) -> Any:
+def fill_pages(cache: Any) -> Any:
   """Fills three pages of each group; returns a request with the same prefix."""
   req = request("0", [*range(12), *range(100, 103)])
   assert admit(cache, req)[1] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]

@@ -100,7 +100,6 @@ def everything(manager):
   manager.get_page_ids("a")  # Undoes what an interrupted undo has left.
   state = manager._state
   pool = state.pool
-  events = state.events
   saved = pool.saved
   slots = sorted(state.all_held(), key=lambda req: req.slot)
   return (
@@ -113,7 +112,7 @@ def everything(manager):
     [[node.digest for node in req.nodes] for req in slots],
     [page and page.digest for page in pool.content],
     [pool.is_cached, pool.stamp, pool.group, pool.clock, pool.new],
-    [pool.index, pool.counts, len(events._events), events.num_lost],
+    [pool.index, pool.counts, len(state.events._events), state.events.num_lost],
     saved and [saved.queue.in_order(), saved.moves, saved.counts],
     len(manager.undo_log.entries),
   )

@@ -13,7 +13,7 @@ from tests.host.scheduling import LONGEST
 from tests.host.scheduling import PAGE
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
-from tests.host.scheduling import filled
+from tests.host.scheduling import fill_pages
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import hybrid
 from tests.host.scheduling import references
@@ -225,7 +225,7 @@ class TestHybrid:
 
   def _filled(self, make):
     cache = hybrid(make)
-    return cache, filled(cache)
+    return cache, fill_pages(cache)
 
   def test_prefill(self, make):
     cache, second = self._filled(make)

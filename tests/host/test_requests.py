@@ -238,17 +238,14 @@ def test_status_may_be_an_enum():
     ("3", TypeError),
   ],
 )
+@pytest.mark.parametrize(
+  "name", ["num_prompt_tokens", "shared_prefix_boundary"]
+)
 class TestCounts:
-  @pytest.mark.parametrize(
-    "name", ["num_prompt_tokens", "shared_prefix_boundary"]
-  )
   def test_a_request_refuses_other_values(self, name, value, error):
     with pytest.raises(error, match=f"`{name}` must be .*, got"):
       Request("new", [1, 2, 3], **{name: value})
 
-  @pytest.mark.parametrize(
-    "name", ["num_prompt_tokens", "shared_prefix_boundary"]
-  )
   def test_a_manager_refuses_other_values(self, cache, name, value, error):
     req = types.SimpleNamespace(
       request_id="new",

@@ -31,6 +31,9 @@ def config(pages=PAGES, page_size=SIZE, slots=3, groups=_ALONE, **more):
   )
 
 
+_HYBRID = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+
+
 def make(shapes=None, **changes):
   """Small states."""
   return memory.init_states(
@@ -85,10 +88,9 @@ class TestInit:
     ],
   )
   def test_bad_arguments(self, changes, message):
-    cache_config = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
     arguments = {"num_layers": 2, "shapes": SHAPES, **changes}
     with pytest.raises(ValueError, match=message):
-      memory.init_states(cache_config, **arguments)
+      memory.init_states(_HYBRID, **arguments)
 
   def test_configs_without_a_recurrent_group_are_refused(self):
     with pytest.raises(
@@ -179,8 +181,7 @@ class TestReadAndWrite:
 
 class TestPools:
   def test_copy_of_several_pools(self):
-    cache_config = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
-    kv = memory.init(cache_config, num_layers=2, num_kv_heads=1, head_dim=8)
+    kv = memory.init(_HYBRID, num_layers=2, num_kv_heads=1, head_dim=8)
     kv = dataclasses.replace(kv, k=kv.k.at[3].set(7))
     where = view([[3]], [0], [1])
     new = new_states(0, 1)
@@ -199,18 +200,17 @@ class TestPools:
     jax.tree.map(np.testing.assert_array_equal, single, out[1])
 
   def test_check(self):
-    cache_config = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
-    kv = memory.init(cache_config, num_layers=2, num_kv_heads=1, head_dim=8)
-    memory.check((kv, make()), cache_config)
-    memory.check(make(), cache_config)
+    kv = memory.init(_HYBRID, num_layers=2, num_kv_heads=1, head_dim=8)
+    memory.check((kv, make()), _HYBRID)
+    memory.check(make(), _HYBRID)
     with pytest.raises(ValueError, match=r"`kv\[1\]` must have 24 pages of 4"):
-      memory.check((kv, make(pages=25)), cache_config)
+      memory.check((kv, make(pages=25)), _HYBRID)
     with pytest.raises(
       TypeError, match="`kv` must be KVPages, StatePages, ExpertIdPages or"
     ):
-      memory.check((kv, kv.k), cache_config)
+      memory.check((kv, kv.k), _HYBRID)
     with pytest.raises(ValueError, match="`kv` must be one pool or more"):
-      memory.check((), cache_config)
+      memory.check((), _HYBRID)
 
 
 def test_loops_are_in_place():

@@ -44,7 +44,7 @@ class TestLookup:
       ("FFT", 0),
     ],
   )
-  def test_window(self, cached, pages):
+  def test_hits_of_windows(self, cached, pages):
     assert _found(WINDOW, cached) == pages
 
   @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ class TestLookup:
       ("FFFFFFFFTFT", 1, 11),
     ],
   )
-  def test_chunk(self, cached, tail, pages):
+  def test_hits_of_chunks(self, cached, tail, pages):
     assert _found(CHUNK, cached, tail) == pages
 
-  def test_chunk_alone_finds_nothing_in_an_empty_cache(self):
+  def test_chunks_alone_have_no_hit_in_an_empty_cache(self):
     cache = manager(40, (ChunkedLocal(chunk=48, page_size=16),))
     seq = request("0", range(100))
     assert hit_of(cache, seq) == ([[]], 0)
@@ -72,7 +72,7 @@ class TestLookup:
     hit, tokens = hit_of(cache, request("1", range(90)))
     assert (hit, tokens) == ([[0, 0, 0, 4, 5]], 80)
 
-  def test_chunk_beside_full(self):
+  def test_hits_of_chunks_and_full_attention(self):
     groups = (FullAttention(page_size=16), ChunkedLocal(chunk=48, page_size=16))
     cache = manager(40, groups)
     admit(cache, request("0", range(100)))
@@ -80,7 +80,7 @@ class TestLookup:
     assert tokens == 96
     assert hit == [[1, 2, 3, 4, 5, 6], [0] * 6]
 
-  def test_state(self):
+  def test_hits_of_states(self):
     state = Recurrent(page_size=2)
     assert _found(state, "TFTFF") == 3
     assert _found(state, "FF") == 0
@@ -110,7 +110,7 @@ class TestRecycling:
       *((CHUNK, n, k) for n, k in ((0, 0), (4, 2), (6, 2), (12, 6))),
     ],
   )
-  def test_null_pages(self, group, tokens, nulls):
+  def test_skipped_pages_become_null_pages(self, group, tokens, nulls):
     cache = manager(20, (group,))
     admit(cache, request("0", range(20)))
     cache.remove_skipped_pages("0", tokens)
@@ -118,7 +118,7 @@ class TestRecycling:
     # The last of them is the first to be used again.
     assert cache.free_queue() == [*range(11, 20), *range(nulls, 0, -1)]
 
-  def test_frees_stay_when_there_is_no_room(self):
+  def test_refused_requests_still_free_skipped_pages(self):
     cache = manager(5, (WINDOW,))
     seq = request("0", range(8))
     admit(cache, seq)
@@ -139,7 +139,7 @@ class TestRecycling:
 
   @pytest.mark.parametrize("group", [WINDOW, CHUNK])
   @pytest.mark.parametrize(("nulls", "need"), [(0, 20), (5, 15)])
-  def test_need(self, group, nulls, need):
+  def test_number_of_needed_pages(self, group, nulls, need):
     cache = manager(40, (group,))
     hit = [0] * nulls + [*range(1, 11 - nulls)]
     counts = {"behind": 0, "external": 0, "encoder": 0, "tokens": 40}
@@ -158,14 +158,14 @@ class TestRecycling:
 
 
 class TestRetention:
-  def test_latest_and_every(self):
+  def test_retained_pages_of_windows(self):
     window = SlidingWindow(window=3, page_size=2)
     for retention, columns in ((None, [*range(10)]), (0, [9]), (8, [3, 7, 9])):
       cache = manager(30, (window,), prefix_retention_interval=retention)
       admit(cache, request("0", [*range(21)]))
       assert cache.cached_page_ids() == {column + 1 for column in columns}
 
-  def test_states(self):
+  def test_retained_states(self):
     for retention, columns in ((None, [0, 1, 2, 3]), (0, [3]), (8, [1, 3])):
       cache = manager(
         30, (Recurrent(page_size=4),), prefix_retention_interval=retention
@@ -212,14 +212,14 @@ class TestRetention:
     ("groups", "retention"),
     [((WINDOW,), 3), ((WINDOW,), -2), ((FullAttention(page_size=2),), 2)],
   )
-  def test_refused(self, groups, retention):
+  def test_bad_retention_is_refused(self, groups, retention):
     with pytest.raises(ValueError, match="retention"):
       manager(10, groups, prefix_retention_interval=retention)
     manager(10, groups, prefix_retention_interval=0)
 
 
 class TestState:
-  def test_table(self):
+  def test_tables_of_states(self):
     cache = manager(12, (Recurrent(page_size=4),))
     seq = request("0", range(30))
     tables = []
@@ -277,12 +277,12 @@ class Forgetful(ReferenceManager):
 
 
 class TestFuzz:
-  def test_a_difference_is_found(self):
+  def test_fuzz_finds_a_difference(self):
     broken = fuzz.Factory(Forgetful, Request)
     with pytest.raises(fuzz.Mismatch, match="free_queue"):
       fuzz.run(SETUPS["full_window"], "current", 1, 300, broken)
 
-  def test_command(self, capsys):
+  def test_fuzz_command(self, capsys):
     arguments = ["--against", "reference", "--operations", "50"]
     assert fuzz.main([*arguments, "--config", "everything"]) == 0
     assert capsys.readouterr().out.startswith("everything: operations 50")

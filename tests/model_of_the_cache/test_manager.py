@@ -12,7 +12,7 @@ from tests.host.scheduling import HYBRID
 from tests.host.scheduling import PAGE
 from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
-from tests.host.scheduling import filled
+from tests.host.scheduling import fill_pages
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import reference as manager
 from tests.host.scheduling import request
@@ -28,7 +28,7 @@ class TestFull:
     assert admit(cache, second_req) == ([[]], [[2, 1]])
     assert cache.cached_page_ids() == {2}
 
-  def test_caching_off(self):
+  def test_managers_without_caching_publish_nothing(self):
     cache = manager(5, enable_caching=False)
     sequence = request("0", range(10))
     assert admit(cache, sequence) == ([[]], [[1, 2, 3]])
@@ -43,13 +43,13 @@ class TestFull:
 class TestHybrid:
   def _filled(self, **options):
     cache = manager(21, HYBRID, **options)
-    return cache, filled(cache)
+    return cache, fill_pages(cache)
 
   @pytest.mark.parametrize(
     ("evicted", "pages"),
     [([], 2), ([5], 0), ([7], 1), ([3], 1), ([4, 8, 12], 2), ([1], 0)],
   )
-  def test_eagle(self, evicted, pages):
+  def test_hits_with_a_draft_model(self, evicted, pages):
     cache, second = self._filled(use_eagle=True)
     cache.evict_pages(evicted)
     assert hit_of(cache, second)[1] == pages * PAGE
@@ -60,7 +60,7 @@ class TestHybrid:
       admit(cache, request("0", range(16)))
       assert hit_of(cache, request("1", range(16)))[1] == tokens
 
-  def test_three_kinds_and_eagle(self):
+  def test_hits_of_three_kinds_with_a_draft_model(self):
     """Classic drops a page in every round until nothing is left."""
     groups = (FULL, WINDOW, SlidingWindow(window=12, page_size=PAGE))
     for policy, tokens in (("current", 12), ("classic", 0)):
@@ -85,7 +85,7 @@ class TestHybrid:
     hit_of(cache, second)
     assert second.shared_prefix_boundary == 0
 
-  def test_page_sizes(self):
+  def test_hits_of_two_page_sizes(self):
     small = SlidingWindow(window=8, page_size=4)
     cache = manager(21, (FullAttention(page_size=8), small))
     sequence = request("0", range(27))

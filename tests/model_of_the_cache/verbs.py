@@ -90,18 +90,15 @@ class Arriving(Slots):
       codes.append(code)
     # All hits are held before any page is popped.
     hits = sequences.attach(self.pool, [hit for hit, _ in plans.values()])
-    tables = {
-      index: hit.tables() for index, hit in zip(plans, hits, strict=True)
-    }
     cached = [0] * len(rows)
-    for index, (hit, columns) in plans.items():
+    for (index, (_, columns)), hit in zip(plans.items(), hits, strict=True):
       row, length, salt = rows[index]
       sequence = self.slots[slots[index]] = self._start(salt)
       sequence.tokens = list(row[: hit.tokens])
       sequence.prompt = length
       sequence.junction = hit.junction
       sequence.num_skipped = list(hit.num_skipped)
-      grown = self._grown(tables[index], columns, True)
+      grown = self._grown(hit.tables(), columns, True)
       sequence.pages = self._fill(grown, columns)
       self.queries += length
       self.hits += hit.tokens
