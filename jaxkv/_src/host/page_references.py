@@ -126,7 +126,8 @@ class Pages:
     held = self._state.held.get(request_id)
     if held is None:
       return [0] * self._state.config.num_groups
-    counts, num_leading = self._state.pool.ref_count, []
+    counts = self._state.pool.ref_count
+    num_leading = []
     for table in held.tables:
       has_too_few = [counts[page] < num_references for page in table]
       num_leading.append([*has_too_few, True].index(True))
@@ -169,7 +170,8 @@ class Pages:
     Args:
       key: a key, 16 bytes, as `keys` returns it.
     """
-    pool, words = self._state.pool, tuple(np.frombuffer(key, "<u4").tolist())
+    pool = self._state.pool
+    words = tuple(np.frombuffer(key, "<u4").tolist())
     if self._state.device_keys is None:
       return []
     pages = pool.cached_pages()
@@ -188,6 +190,7 @@ class Pages:
     return len({*self.keys(pages)})
 
   def _key_of(self, page: int) -> Key:
-    pool, keys = self._state.pool, self._state.device_keys
+    pool = self._state.pool
+    keys = self._state.device_keys
     assert keys is not None
     return keys.group_key(pool.content[page], pool.group[page])

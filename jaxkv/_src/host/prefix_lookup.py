@@ -77,10 +77,11 @@ class HashedTokens(NamedTuple):
     nodes = last_hit.path() if last_hit is not None else []
     begin = len(nodes)
     if not 0 < begin <= count or nodes[-1].digest != self.digests[begin - 1]:
-      nodes, begin = [], 0
-    last = nodes[-1] if nodes else self.root
+      nodes = []
+      begin = 0
+    last_node = nodes[-1] if nodes else self.root
     pages = self.pages[begin:count]
-    return nodes + grow_path(last, self.digests[begin:count], pages)
+    return nodes + grow_path(last_node, self.digests[begin:count], pages)
 
 
 def hash_tokens(
@@ -91,10 +92,10 @@ def hash_tokens(
   Raises:
     ValueError: a token is not a 32-bit integer.
   """
-  size = state.config.page_size
+  page_size = state.config.page_size
   tokens = first_tokens(request, num_tokens)
-  masked = content(request, 0, num_tokens, size, state.secret)
-  pages = split(masked, size * TOKEN_BYTES)
+  masked = content(request, 0, num_tokens, page_size, state.secret)
+  pages = split(masked, page_size * TOKEN_BYTES)
   root = state.root_of(request)
   digests = chain_digests(root.digest, pages)
   return HashedTokens(
@@ -119,7 +120,8 @@ def find_prefix(
   # If no group needs a page, no tokens were compared, so this is a miss. For
   # example, `ChunkedLocal` needs no page of a prefix that ends with a chunk.
   if not any(a < b for a, b in zip(first, stop, strict=True)):
-    num_tokens, first, stop = 0, [0] * len(first), [0] * len(stop)
+    num_tokens = 0
+    first = stop = [0] * len(first)
   columns = tuple(
     [0] * min(begin, end) + column[begin:end]
     for column, begin, end in zip(pages, first, stop, strict=True)
@@ -171,8 +173,8 @@ def _agree(
     if all(map(all, needed)):
       return num_tokens, num_tokens
   cached = _as_array(pages, num_digests) > 0
-  numbers = np.array([[limit], [num_digests * config.page_size]], np.int32)
-  tokens = agree(config, cached, *numbers)  # pyright: ignore
+  limits = np.array([[limit], [num_digests * config.page_size]], np.int32)
+  tokens = agree(config, cached, *limits)  # pyright: ignore
   num_tokens, longest = (int(row[0]) for row in tokens)
   return num_tokens, longest
 
@@ -188,7 +190,8 @@ def holds_tokens(
   After the lookup, a page may have been evicted and given to another request.
   Pages that a group skips after `num_computed` tokens are not compared.
   """
-  contents, cached = state.pool.content, state.pool.is_cached
+  contents = state.pool.content
+  cached = state.pool.is_cached
   for group, pages in zip(state.groups, hits, strict=True):
     first = group.skipped_pages(num_computed)
     hit_pages = pages[first:]
@@ -230,7 +233,8 @@ def _cached_pages(
   if not any(pages):
     return pages
   # Equal digests are no proof of equal tokens, so the pages are compared.
-  expected, step = hashed.pages, group.step
+  expected = hashed.pages
+  step = group.step
   contents = [pool.content[page] for page in pages]
   if step == 1:
     cached = [content and content.tokens for content in contents]
