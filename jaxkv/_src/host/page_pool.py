@@ -244,8 +244,7 @@ class HostPool:
     counts, pages = self.ref_count, [page for page in pages if page]
     self.undo_log.save_items(counts, pages)
     # A page can occur twice in `pages`, but it leaves the queue once.
-    free = dict.fromkeys(page for page in pages if not counts[page])
-    self.queue.remove(free)
+    self.queue.remove(dict.fromkeys(page for page in pages if not counts[page]))
     for page in pages:
       counts[page] += 1
 
@@ -398,8 +397,7 @@ class HostPool:
       listed = index.get(digest, ())
       changes.append((page, index, digest, listed))
       if is_listed and listed:
-        pages_now = sorted((*listed, page), key=self.lookup_order)
-        index[digest] = tuple(pages_now)
+        index[digest] = tuple(sorted((*listed, page), key=self.lookup_order))
       elif is_listed:
         index[digest] = (page,)
       elif len(listed) > 1:

@@ -186,8 +186,7 @@ class Pages:
       return sum(map(len, pool.index))
     # The index has other digests for pages that a device loop filled, so equal
     # contents can have two digests, but have one key.
-    pages = pool.cached_pages()
-    return len({*self.keys(pages)})
+    return len({*self.keys(pool.cached_pages())})
 
   def _key_of(self, page: int) -> Key:
     pool = self._state.pool

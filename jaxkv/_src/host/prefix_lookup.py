@@ -161,8 +161,7 @@ def _agree(
     num_tokens = limit
     for group, column in zip(state.groups, pages, strict=True):
       if isinstance(group.kind, FullAttention):
-        num_leading = [*column, 0].index(0)
-        num_tokens = min(num_tokens, num_leading * group.size)
+        num_tokens = min(num_tokens, [*column, 0].index(0) * group.size)
     num_tokens -= num_tokens % config.alignment
     if prefix_rules.drops_last_page(config, True):
       num_tokens = max(num_tokens - config.alignment, 0)

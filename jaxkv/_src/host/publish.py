@@ -42,8 +42,7 @@ def publish(
   if not state.config.prefix_caching or not is_filled:
     return
   if hashed is None:
-    fields = read_request(held.request)
-    new_nodes = more_nodes(state, held, fields, num_tokens)
+    new_nodes = more_nodes(state, held, read_request(held.request), num_tokens)
     state.undo_log.save_length(held.nodes)
     held.nodes += new_nodes
   else:

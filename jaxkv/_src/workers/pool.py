@@ -97,8 +97,7 @@ class Pool:
       ValueError: a number is out of range.
     """
     if not callable(make):
-      requirement = "a function from a place to a new worker"
-      refuse(TypeError, "make", requirement, make)
+      refuse(TypeError, "make", "a function from a place to a new worker", make)
     if not isinstance(config, RolloutConfig):
       raise TypeError(
         f"`config` must be a RolloutConfig, got {type(config).__name__}."

@@ -23,8 +23,7 @@ def choose(
 
   def rank(prompt: Prompt) -> tuple[bool, int]:
     longest = max((peer.num_shared(prompt) for peer in peers), default=0)
-    missing = max(longest - state.num_shared(prompt), 0)
-    return prompt.exported is None, missing
+    return prompt.exported is None, max(longest - state.num_shared(prompt), 0)
 
   chosen, needed = [], math.inf
   if peers:

@@ -208,8 +208,7 @@ def grant(
     granted = in_order(need, asked, state.pool.queue.num_free, keep_free)
   else:
     granted = _grant_with_hits(state, plan, hits, need, asked, keep_free)
-  refused = asked & ~granted
-  return jnp.where(refused, jnp.int32(Status.OUT_OF_PAGES), code)
+  return jnp.where(asked & ~granted, jnp.int32(Status.OUT_OF_PAGES), code)
 
 
 def in_order(

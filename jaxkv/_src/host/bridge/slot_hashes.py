@@ -121,8 +121,7 @@ def _tail(
   if start == held.length:
     return np.zeros((0,), np.int32)
   fields = read(held, num_host_tokens)
-  size = config.page_size
-  tokens = content(fields, start, held.length, size, state.secret)
+  tokens = content(fields, start, held.length, config.page_size, state.secret)
   return np.frombuffer(tokens, "<i4")
 
 
