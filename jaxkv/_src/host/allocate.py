@@ -341,6 +341,7 @@ def room_of(state: HostState, held: HeldSequence) -> int:
 def _place_scratch(state: HostState, table: list[int], growth: _Growth) -> None:
   """Appends null columns, and moves scratch pages to the last of them."""
   start = growth.fresh - growth.moved
+  # The scratch pages are in the last columns of the old table.
   first_scratch = len(table) - growth.group.scratch
   table += [0] * (growth.fresh - len(table))
   moved = range(first_scratch, first_scratch + growth.moved)
@@ -368,6 +369,8 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
   """Counts the free pages that a hit uses: one per free or offloaded page."""
+  # Restoring an offloaded page takes a free page, as attaching a free page
+  # does.
   counts = state.pool.ref_count
   num_pages = state.config.num_pages
   return sum(

@@ -47,6 +47,7 @@ class FreeList:
   def pop(self, count: int) -> list[int]:
     """Removes and returns the first `count` pages, which must exist."""
     pages = self.first(count)
+    # `_ENDS` links the two ends, so its successor is the first page.
     next_page = self._next[pages[-1] if pages else _ENDS]
     self._replace([_ENDS, *pages, next_page], (_ENDS, next_page))
     return pages

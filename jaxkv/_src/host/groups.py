@@ -115,6 +115,7 @@ class LayerGroup:
 
   def room(self, columns: int) -> int:
     """Returns the number of tokens that fit in a number of columns."""
+    # Scratch pages have states of draft tokens only.
     return max(columns - self.scratch, 0) * self.size
 
   def first_fresh(
@@ -174,6 +175,7 @@ def _check_kind(kind: Any, size: int) -> None:
     try:
       answer = getattr(kind, name)(*arguments)
       text = type(answer).__name__
+    # A user wrote the kind, so any exception means that it is not supported.
     except Exception as error:
       answer, text, cause = None, repr(error), error
     if not isinstance(answer, int | np.generic | np.ndarray):

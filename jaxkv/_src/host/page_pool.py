@@ -309,6 +309,7 @@ class HostPool:
     for values in (self.content, self.group, self.stamp):
       self.undo_log.save_items(values, pages)
     # Not strict, because `groups` can be an infinite iterator.
+    # Locals, because the loop below runs for each page of a prompt.
     content_of, group_of, stamp_of = self.content, self.group, self.stamp
     rows = zip(pages, contents, groups, stamps, strict=False)
     for page, content, group, stamp in rows:

@@ -130,6 +130,7 @@ class Pages:
     num_leading = []
     for table in held.tables:
       has_too_few = [counts[page] < num_references for page in table]
+      # The last element ends the count if every page has enough references.
       num_leading.append([*has_too_few, True].index(True))
     return num_leading
 

@@ -122,6 +122,7 @@ def find_prefix(
   if not any(a < b for a, b in zip(first, stop, strict=True)):
     num_tokens = 0
     first = stop = [0] * len(first)
+  # Columns outside of a window are null, even if their pages are cached.
   columns = tuple(
     [0] * min(begin, end) + column[begin:end]
     for column, begin, end in zip(pages, first, stop, strict=True)
@@ -136,6 +137,7 @@ def _worth_restoring(
   config: CacheConfig, pages: list[list[int]]
 ) -> list[list[int]]:
   """Computes `longest_hit.worth_restoring` for lists of pages by group."""
+  # Padding with 0 adds no hits, so it changes no decision.
   padded = _as_array(pages, max(map(len, pages)))
   worth: Any = worth_restoring(config, padded)
   rows = zip(worth[0].tolist(), pages, strict=True)

@@ -148,6 +148,7 @@ class DeviceKeys:
 
   def root_key(self, salt: bytes) -> Key:
     """Computes `hashing.root_key` of a salt of 16 bytes."""
+    # The epoch is permuted before the salt, as in `hashing.root_key`.
     root = _permute(_xor(self._root, (self.epoch, 0, 0, 0)))
     return _permute(_xor(root, struct.unpack("<4I", salt)))
 
@@ -168,6 +169,7 @@ class DeviceKeys:
       for node in nodes
     ]
     secrets = self.secret[SECRET_OF_GROUPS + np.array(groups)]
+    # The digest of a device page is its key in its group already.
     secrets[is_from_device] = 0
     return np.array(words, np.uint32) ^ secrets
 

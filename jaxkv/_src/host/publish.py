@@ -87,6 +87,7 @@ def _publish_group(
   table = held.tables[group.number]
   is_listed = group.published(columns, held.prompt_length, held.boundary)
   step = group.step
+  # A page of the group has `step` nodes. The last one has the page's digest.
   nodes = held.nodes[
     columns.start * step + step - 1 : columns.stop * step : step
   ]

@@ -54,6 +54,7 @@ class SavedPages:
     The pages move from the front of the queue to its back.
     """
     pages = self.queue.pop(min(count, self._num_offload_pages))
+    # At the back, because their new contents are the latest.
     self.queue.push_back(pages)
     return [self._num_pages + page for page in pages]
 
@@ -82,6 +83,8 @@ class SavedPages:
     for page in pages:
       targets = saved_to.get(page), restored_from.get(page)
       if targets != (None, None):
+        # `Moves` count offload pages from 0. The first one is N + 1, as N is
+        # `CacheConfig.no_page`.
         saved, restored = (
           Moves.NONE if page_id is None else page_id - self._num_pages - 1
           for page_id in targets

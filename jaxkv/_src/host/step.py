@@ -128,6 +128,7 @@ def _frees_pages(
   state: HostState, held: HeldSequence, num_computed: int
 ) -> bool:
   """True if a held page is outside a window after `num_computed` tokens."""
+  # Groups of the same kind and page size skip the same columns.
   for group in state.skipping_kinds:
     if group.skipped_pages(num_computed) > held.skipped[group.number]:
       return True

@@ -132,6 +132,7 @@ class EventList(PageListener):
     groups = self._pool.group
     for page, tokens in stored.items():
       page_size = self._groups[groups[page]].size
+      # The group of such a page may be unknown, so no token is cut off.
       if isinstance(content[page], DevicePage):
         page_size = len(tokens)
       self._add((Stored, page, groups[page], content[page], tokens[:page_size]))

@@ -358,6 +358,8 @@ def _new_tail(config: CacheConfig, stream: _Stream, num_tokens: Array) -> Array:
   """Returns int32[R, A]: the tokens after the last multiple of A tokens."""
   column = jnp.arange(config.alignment, dtype=jnp.int32)[None, :]
   completed = stream.num_completed * config.alignment - stream.tail_length
+  # Negative columns exist only if the new tokens complete no multiple of A.
+  # These columns keep the tokens of the old tail.
   new = column + completed[:, None]
   rows = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)[:, None]
   is_new = (new >= 0) & (new < num_tokens[:, None])
@@ -381,6 +383,7 @@ def _insert(
   pool = done.pool
   assert pool.index is not None
   pages = indexing.take(done.page_table, *final.place)
+  # Columns outside of a window hold the null page, which gets no key.
   valid = pages > 0
   repeated = sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
