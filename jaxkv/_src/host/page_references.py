@@ -38,7 +38,7 @@ class Pages:
         has 0 for columns that this call did not publish. `removed(page,
         group)`: a page, perhaps of offload memory, left the prefix cache.
         `cleared()`: all pages left it. The methods run inside those of the
-        manager, so they must record each change of their own state in
+        manager, so they must record each change of their state in
         `CacheManager.undo_log` first.
     """
     self._state.pool.listeners.append(listener)

@@ -25,7 +25,8 @@ def choose(
     longest = max((peer.num_shared(prompt) for peer in peers), default=0)
     return prompt.exported is None, max(longest - state.num_shared(prompt), 0)
 
-  chosen, needed = [], math.inf
+  chosen = []
+  needed = math.inf
   if peers:
     # All workers usually have the same number of slots.
     free = sum(max(room.slots - peer.num_samples, 0) for peer in peers)
