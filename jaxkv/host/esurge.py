@@ -18,7 +18,7 @@ applies too.
 - Windows of at most one page: a hit needs an equal prefix. In eSurge, hashes
   do not cover the tokens before the window, so different prompts can hit and
   equal prefixes can miss.
-- Several page sizes: each group has hashes of its own pages. eSurge uses the
+- Several page sizes: each group hashes its own pages. eSurge uses the
   hashes of the first group's pages for all groups, so that a larger page can
   hit if only the first of its tokens are equal.
 - Images: requests with different images do not share pages from the first

@@ -402,8 +402,7 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
     rows = lead_value.shape[:1]
   for name, value in arguments.items():
     if value is not None and name != lead:
-      trailing_axes = _TRAILING_AXES.get(name, ())
-      check_shape(name, value, (*rows, *trailing_axes), meaning)
+      check_shape(name, value, (*rows, *_TRAILING_AXES.get(name, ())), meaning)
 
 
 _TRAILING_AXES: dict[str, Shape] = {"tokens": ("T",), "salts": (4,)}

@@ -15,8 +15,7 @@ from jax import lax
 
 def numpy_for(*values: Any) -> Any:
   """Returns `jax.numpy` if any value is a JAX array or traced, else `numpy`."""
-  is_jax = any(isinstance(value, Array) for value in values)
-  return jnp if is_jax else np
+  return jnp if any(isinstance(value, Array) for value in values) else np
 
 
 def maximum(left: Any, right: Any) -> Any:

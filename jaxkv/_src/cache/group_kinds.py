@@ -210,6 +210,7 @@ class SlidingWindow(GroupKind):
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
     # If the windows of successive prefixes touch, every page is in a window.
+    # A token attends to itself and to the `window - 1` tokens before it.
     needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:

@@ -137,6 +137,8 @@ def _is_consistent(queue: FreeQueue, free: Array) -> Array:
   free &= pages > 0
   ring_position = queue.position
   capacity = queue.ring.shape[0]
+  # The distance from the head. The capacity is a power of two, so the mask
+  # gives the remainder also for negative numbers.
   offset = (ring_position - queue.head) & (capacity - 1)
   live = (
     (ring_position >= 0)
@@ -205,6 +207,8 @@ def _keys(state: CacheState) -> Array:
     all_match &= jnp.all(
       jnp.all(matches, axis=-1) | ~(inside & complete[:, None])
     )
+  # `SlotHashes.chain` stands at the last multiple of A tokens; before the first
+  # one, it is the root.
   steps = config.alignment // config.page_size
   aligned = state.length // config.alignment * steps
   last_step = jnp.maximum(aligned - 1, 0)[:, None, None]

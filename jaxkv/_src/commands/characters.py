@@ -49,7 +49,7 @@ class Vocabulary(models.Tokenizer):
   """A tokenizer with one token for each character, and a stop token.
 
   Attributes:
-    characters: the distinct characters; token i stands for `characters[i]`.
+    characters: the distinct characters; token i is `characters[i]`.
 
   Examples:
     >>> vocabulary = Vocabulary("abc")

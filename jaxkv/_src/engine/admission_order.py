@@ -212,8 +212,7 @@ def _siblings(
     salts, other_salts = (
       indexing.take(queue.salts, index) for index in (rows, indices)
     )
-    same_salt = jnp.all(salts[:, None] == other_salts[None], axis=-1)
-    return is_same & same_salt
+    return is_same & jnp.all(salts[:, None] == other_salts[None], axis=-1)
 
   fresh = is_fresh(rows)[:, None]
   siblings = fresh & is_fresh(rows)[None] & have_one_prompt(rows)

@@ -71,8 +71,7 @@ def can_admit(
 ) -> Array:
   """Returns bool[], False if no sequence can be admitted in this step."""
   waits = jnp.any(queue.status == SequenceStatus.WAITING)
-  needed = needed_pages(queue, slots, cache, config)
-  fits = needed <= cache.pool.queue.num_free
+  fits = needed_pages(queue, slots, cache, config) <= cache.pool.queue.num_free
   return fits & waits & jnp.any(empty_slots(queue, slots, cache))
 
 

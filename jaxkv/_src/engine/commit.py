@@ -38,8 +38,7 @@ def commit_tokens(
     cache, keys, remaining = loop
     num_tokens = jnp.minimum(remaining, page_size)
     num_before = elementwise.quotient(cache.length, aligned)
-    position = cache.length[:, None] + column
-    tokens = indexing.take(queue.tokens, row, position)
+    tokens = indexing.take(queue.tokens, row, cache.length[:, None] + column)
     cache, _ = commit(cache, tokens, num_tokens)
     if keys is not None and cache.hashes is not None:
       # `chain` is the key at the last position where all groups end a page.

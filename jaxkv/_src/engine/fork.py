@@ -69,8 +69,7 @@ def copy_partial_pages(
     kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
   # `share_prefix` set the length of every fork. A refused fork leaves its slot,
   # and an empty slot must have length 0.
-  length = jnp.where(refused, 0, cache.length)
-  cache = dataclasses.replace(cache, length=length)
+  cache = dataclasses.replace(cache, length=jnp.where(refused, 0, cache.length))
   return dataclasses.replace(memory, cache=cache, kv=kv)
 
 

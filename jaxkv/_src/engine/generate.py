@@ -157,8 +157,7 @@ def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
   tally, draft_logits = None, None
   if has_penalties:
     rows = jnp.full((slots.size,), queue.no_row, jnp.int32)
-    counts = jnp.zeros((slots.size, logits.shape[1]), jnp.uint16)
-    tally = Tally(rows, counts)
+    tally = Tally(rows, jnp.zeros((slots.size, logits.shape[1]), jnp.uint16))
   if has_drafts:
     shape = config.draft_columns, logits.shape[1]
     draft_logits = jnp.zeros(shape, logits.dtype)

@@ -123,8 +123,7 @@ def _place(tables: NgramTables, ngrams: Array) -> Array:
     # Multiplication mixes low bits into high bits, and the shift the reverse.
     key = (key ^ token) * jnp.uint32(0x9E3779B1)
     key ^= key >> jnp.uint32(15)
-  table_size = tables.table.shape[1]
-  return (key & jnp.uint32(table_size - 1)).astype(jnp.int32)
+  return (key & jnp.uint32(tables.table.shape[1] - 1)).astype(jnp.int32)
 
 
 def propose(

@@ -244,7 +244,7 @@ def score(
   ]
   if is_single:
     return results[0]
-  return tuple(one for one, _ in results), tuple(out for _, out in results)
+  return tuple(state for state, _ in results), tuple(out for _, out in results)
 
 
 def _check_params(params: Any, count: int) -> None:

@@ -145,7 +145,7 @@ def init(
   """
   _check_key(key)
   check_config(config)
-  given = key, requests, version
+  call_args = key, requests, version
   check_cache(cache, "cache")
   requests = as_requests(requests, config)
   memory = Memory(cache=cache, kv=kv, offload=offload)
@@ -160,7 +160,7 @@ def init(
   state = _init(cache, kv, requests, key, first_id, is_current, config=config)
   # The pages may fill a device, so they are not copied.
   state = dataclasses.replace(state, memory=memory, key=key)
-  state = _without_shared_arrays(state, given)
+  state = _without_shared_arrays(state, call_args)
   return _beside(state, jax.tree.leaves(kv)[0])
 
 

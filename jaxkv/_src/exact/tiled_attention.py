@@ -2,7 +2,7 @@
 
 A tile is a few consecutive queries of one sequence. A row is one or more
 consecutive tiles of a sequence, and its keys are gathered once. The query of a
-decode step is a row of its own. Every call runs the same loop, which computes
+decode step is one row. Every call runs the same loop, which computes
 `_ROWS` rows at once, one tile of each. So decode steps, chunks of prompts and a
 trainer's whole sequences round equally.
 """

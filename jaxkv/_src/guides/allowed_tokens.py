@@ -23,7 +23,7 @@ _MAX_BATCH_ENTRIES = 2**23
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenMasks:
-  """The allowed tokens of each state, by the number of remaining tokens.
+  """The allowed tokens of each state for each number of remaining tokens.
 
   `Guide` describes the fields.
   """
@@ -134,8 +134,11 @@ def _mask_table(
     effect: int[V], each token's column of `needed`; -1 if never allowed.
     distance: int[S], see `TokenMasks`.
   """
-  numbering, effect_sets = Numbering(), []
-  first, last, rows = [], [], []
+  numbering = Numbering()
+  effect_sets = []
+  first = []
+  last = []
+  rows = []
   min_needed = needed.min(axis=1)
   max_needed = np.where(needed < UNREACHABLE, needed, 0).max(axis=1)
   # The entries of a state end at its largest finite `needed`, because more

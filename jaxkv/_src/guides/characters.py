@@ -17,7 +17,8 @@ Ranges = Iterable[tuple[int, int]]
 # 0xD800 to 0xDFFF excludes surrogates, which have no UTF-8 encoding.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF))
 _LENGTHS += ((0x10000, LAST),)
-_TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF
+_TAIL_LOW = 0x80
+_TAIL_HIGH = 0xBF
 
 
 def characters(ranges: Ranges) -> Grammar:
@@ -25,7 +26,8 @@ def characters(ranges: Ranges) -> Grammar:
   parts = []
   for low, high in ranges:
     for first, last in _LENGTHS:
-      begin, end = max(low, first), min(high, last)
+      begin = max(low, first)
+      end = min(high, last)
       if begin <= end:
         parts += _byte_strings(chr(begin).encode(), chr(end).encode())
   return choice(*parts)
@@ -33,7 +35,8 @@ def characters(ranges: Ranges) -> Grammar:
 
 def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
   """Returns the ranges of code points in 0 .. `last` outside of `ranges`."""
-  gaps, begin = [], 0
+  gaps = []
+  begin = 0
   for low, high in sorted(ranges):
     if begin < low:
       gaps.append((begin, low - 1))
@@ -46,11 +49,14 @@ def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
-  tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
+  tail_low = bytes([_TAIL_LOW]) * size
+  tail_high = bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
     return _with_first_byte(low[0], low[1:], high[1:])
   # If the first byte is between those of `low` and `high`, any tail is valid.
-  parts, begin, end = [], low[0], high[0]
+  parts = []
+  begin = low[0]
+  end = high[0]
   if low[1:] != tail_low:
     parts += _with_first_byte(begin, low[1:], tail_high)
     begin += 1

@@ -212,8 +212,7 @@ class Guide:
     entry = indexing.take(self.first, state)
     num_entries = indexing.take(self.last, state) - entry
     entry = entry + jnp.minimum(extra_tokens, num_entries)
-    row = indexing.take(self.rows, entry)
-    return indexing.take(self.masks, row)
+    return indexing.take(self.masks, indexing.take(self.rows, entry))
 
 
 def guide(

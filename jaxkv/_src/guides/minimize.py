@@ -76,8 +76,10 @@ def _quotient(
   """Merges the states of each block, and renumbers states breadth-first."""
   _, member = np.unique(block, return_index=True)
   merged = block[table[member]]
-  dead_block, start_block = int(block[DEAD]), int(block[1])
-  order, reached = [dead_block, start_block], {dead_block, start_block}
+  dead_block = int(block[DEAD])
+  start_block = int(block[1])
+  order = [dead_block, start_block]
+  reached = {dead_block, start_block}
   for state in order:
     for follower in dict.fromkeys(merged[state].tolist()):
       if follower not in reached:
@@ -93,7 +95,8 @@ def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
   # A breadth-first search, backwards from the accepting states.
   begin, end = _edges(next)
   order = np.argsort(end, kind="stable")
-  begin, end = begin[order], end[order]
+  begin = begin[order]
+  end = end[order]
   first = np.searchsorted(end, np.arange(len(next) + 1))
   lengths = np.where(accepts, 0, -1)
   frontier = np.flatnonzero(accepts)
@@ -115,7 +118,8 @@ def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
   """
   begin, end = _edges(table)
   is_live = (begin != DEAD) & (end != DEAD)
-  begin, end = begin[is_live], end[is_live]
+  begin = begin[is_live]
+  end = end[is_live]
   order = np.argsort(end, kind="stable")
   sources = begin[order]
   first = np.searchsorted(end[order], np.arange(len(table) + 1))

@@ -94,7 +94,8 @@ class Nfa:
 
     @functools.cache
     def closure_of(state: int) -> frozenset[int]:
-      reached, stack = {state}, [state]
+      reached = {state}
+      stack = [state]
       while stack:
         for follower in self.epsilon_edges[stack.pop()]:
           if follower not in reached:

@@ -259,8 +259,8 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
   limits = {"minLength", "maxLength", "pattern", "format"} & set(reduced)
   if len(limits - {"maxLength"} if "minLength" in limits else limits) > 1:
     keyword = min(limits & {"pattern", "format"})
-    others = " or ".join(f"`{name}`" for name in sorted(limits - {keyword}))
-    rule = f"not be combined with {others}"
+    conflicts = " or ".join(f"`{name}`" for name in sorted(limits - {keyword}))
+    rule = f"not be combined with {conflicts}"
     _refuse(
       f"{path}.{keyword}", rule, reduced[keyword], "keep only one of these"
     )

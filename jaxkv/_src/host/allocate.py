@@ -190,10 +190,11 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
   if not held.tables[state.options.first_self_group]:
     return
   for group in state.skipping:
-    number, table = group.number, held.tables[group.number]
+    group_id = group.number
+    table = held.tables[group_id]
     # Columns before `start` are null already. If `tokens` is smaller than in an
     # earlier call, `stop` can be less than `start`.
-    start = held.skipped[number]
+    start = held.skipped[group_id]
     stop = min(group.skipped_pages(tokens), len(table))
     if group.keeps_last_page and held.length >= group.size:
       stop = min(stop, held.length // group.size - 1)
@@ -201,9 +202,9 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
       continue
     pages = table[start:stop]
     state.undo_log.save_items(table, range(start, stop))
-    state.undo_log.save_items(held.skipped, [number])
+    state.undo_log.save_items(held.skipped, [group_id])
     table[start:stop] = [0] * (stop - start)
-    held.skipped[number] = stop
+    held.skipped[group_id] = stop
     # The last page is freed first, so that it is evicted before its prefix.
     state.pool.release(reversed(pages))
 
@@ -228,7 +229,7 @@ def num_needed_pages(
   columns: Sequence[int],
   tokens: tuple[int, int, int],
   *,
-  begins: bool,
+  is_new: bool,
   capped: bool,
 ) -> int:
   """Counts the pages that a request needs in addition to those that it holds.
@@ -237,7 +238,7 @@ def num_needed_pages(
     state: the manager's state.
     columns: the number of columns in the request's table of each group.
     tokens: the arguments of `LayerGroup.columns_for`.
-    begins: True if the request has no page yet, except for encoder tokens.
+    is_new: True if the request has no page yet, except for encoder tokens.
     capped: True to count at most `most_pages` for a group without states.
   """
   needed = 0
@@ -245,7 +246,7 @@ def num_needed_pages(
     required = limit = group.columns_for(*tokens)
     if group.holds_states:
       # The columns before the running state hold the null page.
-      limit = 1 + (group.scratch if begins else 0)
+      limit = 1 + (group.scratch if is_new else 0)
     elif capped:
       required = min(required, group.most_pages)
     needed += min(max(required - num_held, 0), limit)
@@ -265,9 +266,9 @@ def _whole_fits(
   except those that it holds, hits or skips. A recurrent group needs at most one
   page, and for a new request also the scratch pages.
   """
-  begins = not held.tables[state.options.first_self_group]
+  is_new = not held.tables[state.options.first_self_group]
   columns = [growth.hit for growth in plan]
-  for group in state.groups if begins else ():
+  for group in state.groups if is_new else ():
     num_hits = len(hits[group.number]) if hits is not None else 0
     if group.holds_states:
       columns[group.number] = num_hits
@@ -275,7 +276,7 @@ def _whole_fits(
       num_skipped = group.skipped_pages(demand.num_computed)
       columns[group.number] = max(columns[group.number], num_skipped)
   tokens = demand.whole, demand.whole, demand.encoder
-  need = num_needed_pages(state, columns, tokens, begins=begins, capped=True)
+  need = num_needed_pages(state, columns, tokens, is_new=is_new, capped=True)
   if hits is not None:
     need += _num_free(state, plan, hits)
   return need + demand.keep_free <= state.pool.num_free
@@ -285,12 +286,12 @@ def _plan(
   state: HostState, held: HeldSequence, demand: Demand, hits: Hits | None
 ) -> Plan:
   """Plans the growth of a request's tables."""
-  begins = not held.tables[state.options.first_self_group]
+  is_new = not held.tables[state.options.first_self_group]
   attaches = hits is not None and (any(hits) or demand.external > 0)
   plan = []
   for group in state.groups:
-    first, hit = 0, len(held.tables[group.number])
-    external = hit
+    first = 0
+    external = hit = len(held.tables[group.number])
     if hits is not None and attaches:
       # Columns outside a window are null, even after the end of the hit.
       skipped = group.skipped_tokens(demand.num_computed)
@@ -301,7 +302,7 @@ def _plan(
         external = max(hit, -(-demand.num_computed // group.size))
     stop = group.columns_for(demand.room, demand.tokens, demand.encoder)
     stop = max(stop, external)
-    fresh, moved = group.first_fresh(external, stop, begins=begins)
+    fresh, moved = group.first_fresh(external, stop, is_new=is_new)
     plan.append(_Growth(group, first, hit, external, fresh, stop, moved))
   return plan
 
@@ -310,11 +311,11 @@ def _pop(
   state: HostState, held: HeldSequence, plan: Plan, silent: Sequence[int]
 ) -> None:
   """Pops every group's pages for external tokens, then all other new pages."""
-  pool, log = state.pool, state.undo_log
+  pool = state.pool
   # Page numbers depend on this order, which is vLLM's.
   for growth in plan:
     table = held.tables[growth.group.number]
-    log.save_length(table)
+    state.undo_log.save_length(table)
     table += pool.pop(growth.external - growth.hit)
   for growth in plan:
     table = held.tables[growth.group.number]
@@ -325,7 +326,7 @@ def _pop(
     if growth.group.number in silent:
       new = [page for page in table[growth.hit :] if page]
       pool.mark_new(new, is_new=False)
-  log.replace(held, room=room_of(state, held))
+  state.undo_log.replace(held, room=room_of(state, held))
 
 
 def room_of(state: HostState, held: HeldSequence) -> int:
@@ -339,10 +340,11 @@ def room_of(state: HostState, held: HeldSequence) -> int:
 
 def _place_scratch(state: HostState, table: list[int], growth: _Growth) -> None:
   """Appends null columns, and moves scratch pages to the last of them."""
-  held, scratch = len(table), growth.group.scratch
   start = growth.fresh - growth.moved
-  table += [0] * (growth.fresh - held)
-  moved = range(held - scratch, held - scratch + growth.moved)
+  # The scratch pages are in the last columns of the old table.
+  first_scratch = len(table) - growth.group.scratch
+  table += [0] * (growth.fresh - len(table))
+  moved = range(first_scratch, first_scratch + growth.moved)
   state.undo_log.save_items(table, moved)
   for offset, column in enumerate(moved):
     table[start + offset] = table[column]
@@ -367,7 +369,10 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
   """Counts the free pages that a hit uses: one per free or offloaded page."""
-  counts, num_pages = state.pool.ref_count, state.config.num_pages
+  # Restoring an offloaded page takes a free page, as attaching a free page
+  # does.
+  counts = state.pool.ref_count
+  num_pages = state.config.num_pages
   return sum(
     1
     for growth, pages in zip(plan, hits, strict=True)

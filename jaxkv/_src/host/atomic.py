@@ -65,12 +65,12 @@ class UndoLog:
     """Records a list to which elements are about to be appended."""
     self.record((_shorten, values, len(values)))
 
-  def undo(self, first: int = 0) -> None:
-    """Undoes the changes from entry `first` on, newest first."""
-    for function, *arguments in reversed(self.entries[first:]):
+  def undo(self, first_entry: int = 0) -> None:
+    """Undoes the changes from entry `first_entry` on, newest first."""
+    for function, *arguments in reversed(self.entries[first_entry:]):
       function(*arguments)
     # Removed last, so that an interrupted undo can be repeated.
-    del self.entries[first:]
+    del self.entries[first_entry:]
 
 
 def atomic(
@@ -87,11 +87,11 @@ def atomic(
     # An outer atomic method of this thread may catch an error of `method` and
     # continue, so only the changes of `method` are undone.
     if log.lock._is_owned():
-      first = len(log.entries)
+      first_entry = len(log.entries)
       try:
         return method(self, *args, **kwargs)
       except BaseException:
-        log.undo(first)
+        log.undo(first_entry)
         raise
     with log.lock:
       # Entries of an earlier call are left only if its undo was interrupted.

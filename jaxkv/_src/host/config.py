@@ -97,8 +97,9 @@ def make(
   encoder = _longest_encoder(groups, max_model_len, max_encoder_tokens)
   # At each multiple of the alignment, all groups end a page. A prefix is hashed
   # after every `page_size` tokens, because any group may end a page there.
-  sizes = [group.page_size or 0 for group in groups]
-  alignment, page_size = math.lcm(*sizes), math.gcd(*sizes)
+  page_sizes = [group.page_size or 0 for group in groups]
+  alignment = math.lcm(*page_sizes)
+  page_size = math.gcd(*page_sizes)
   is_on_device = all(group.is_on_device for group in groups)
   config = (CacheConfig if is_on_device else HostConfig)(
     page_size=page_size,
@@ -120,7 +121,7 @@ def make(
       kind.most_pages(size, in_flight, encoder if is_encoder else max_model_len)
       + num_scratch(kind)
       for kind, size, is_encoder in zip(
-        groups, sizes, _hold_encoder(groups), strict=True
+        groups, page_sizes, _hold_encoder(groups), strict=True
       )
     ),
     num_events=num_events,

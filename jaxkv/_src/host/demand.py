@@ -94,16 +94,16 @@ def _as_counts(
   options: ManagerOptions, request: RequestFields, counts: dict[str, int]
 ) -> dict[str, int]:
   """Returns the counts of a call and of its request as ints, or raises."""
-  numbers = {
+  all_counts = {
     **counts,
     "num_computed_tokens": request.num_computed_tokens,
     "num_in_flight_tokens": request.num_in_flight_tokens,
   }
-  for name, number in numbers.items():
+  for name, count in all_counts.items():
     # Most numbers are valid, and this test avoids a function call for them.
-    if number.__class__ is not int or number < 0:
-      numbers[name] = as_count(name, number, 0)
-  counts = numbers
+    if count.__class__ is not int or count < 0:
+      all_counts[name] = as_count(name, count, 0)
+  counts = all_counts
   if counts["num_encoder_tokens"] > options.max_encoder_tokens:
     raise ValueError(
       f"`num_encoder_tokens` must be at most {options.max_encoder_tokens}, got "
@@ -131,7 +131,8 @@ def _pages_of_hit(
 
   Raises if the request cannot have this hit; does not compare tokens.
   """
-  name, pages = request.request_id, [[] for _ in config.groups]
+  name = request.request_id
+  pages = [[] for _ in config.groups]
   if hit is not None:
     if not isinstance(hit, CachePages):
       raise TypeError(

@@ -47,8 +47,9 @@ class FreeList:
   def pop(self, count: int) -> list[int]:
     """Removes and returns the first `count` pages, which must exist."""
     pages = self.first(count)
-    after = self._next[pages[-1] if pages else _ENDS]
-    self._replace([_ENDS, *pages, after], (_ENDS, after))
+    # `_ENDS` links the two ends, so its successor is the first page.
+    next_page = self._next[pages[-1] if pages else _ENDS]
+    self._replace([_ENDS, *pages, next_page], (_ENDS, next_page))
     return pages
 
   def remove(self, pages: Iterable[int]) -> None:
@@ -60,16 +61,17 @@ class FreeList:
     self._log.save_attribute(self, "num_free")
     self._log.record((self._insert, removed))
     for page in pages:
-      before, after = previous[page], following[page]
-      removed.append((before, page, after))
-      following[before] = after
-      previous[after] = before
+      left = previous[page]
+      right = following[page]
+      removed.append((left, page, right))
+      following[left] = right
+      previous[right] = left
       self.num_free -= 1
 
   def push_back(self, pages: Sequence[int]) -> None:
     """Appends pages, which must not be in the list."""
-    last = self._previous[_ENDS]
-    self._replace((last, _ENDS), (last, *pages, _ENDS))
+    last_page = self._previous[_ENDS]
+    self._replace((last_page, _ENDS), (last_page, *pages, _ENDS))
 
   def push_front(self, pages: Sequence[int]) -> None:
     """Prepends pages, which must not be in the list; keeps their order."""
@@ -88,11 +90,11 @@ class FreeList:
   def _link(self, pages: Sequence[int]) -> None:
     """Makes each page the successor of the page before."""
     following, previous = self._next, self._previous
-    before = pages[0]
+    previous_page = pages[0]
     for page in pages[1:]:
-      following[before] = page
-      previous[page] = before
-      before = page
+      following[previous_page] = page
+      previous[page] = previous_page
+      previous_page = page
 
   def _insert(self, removed: list[tuple[int, int, int]]) -> None:
     # In reverse order, because the saved neighbors of a page can include a page

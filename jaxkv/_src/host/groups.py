@@ -68,7 +68,8 @@ class LayerGroup:
     self.number = number
     # `Any`, because the methods of kinds are annotated for JAX arrays only.
     kind: Any = config.groups[number]
-    self.kind, self.size = kind, config.page_sizes[number]
+    self.kind = kind
+    self.size = config.page_sizes[number]
     _check_kind(kind, self.size)
     self.step = self.size // config.page_size
     self.scratch = num_scratch(kind)
@@ -114,10 +115,11 @@ class LayerGroup:
 
   def room(self, columns: int) -> int:
     """Returns the number of tokens that fit in a number of columns."""
+    # Scratch pages have states of draft tokens only.
     return max(columns - self.scratch, 0) * self.size
 
   def first_fresh(
-    self, held: int, stop: int, *, begins: bool
+    self, held: int, stop: int, *, is_new: bool
   ) -> tuple[int, int]:
     """Plans the growth of a table from `held` to `stop` columns.
 
@@ -134,7 +136,7 @@ class LayerGroup:
     # A new request has no scratch pages yet.
     running = stop - self.scratch - 1
     moved = 0
-    if not begins:
+    if not is_new:
       moved = min(held, running) - (held - self.scratch)
       moved = min(max(moved, 0), self.scratch)
     return max(held, running) + moved, moved
@@ -160,7 +162,8 @@ def _check_kind(kind: Any, size: int) -> None:
   """Raises unless a kind returns Python numbers or NumPy arrays."""
   # A user's kind may compute with jax.numpy. It would initialize a device, and
   # each call of a scheduler would wait for that device.
-  hits, row = np.ones((1, 4), bool), np.ones((1,), np.int32)
+  hits = np.ones((1, 4), bool)
+  row = np.ones((1,), np.int32)
   calls: dict[str, tuple[Any, ...]] = {
     "num_skipped_tokens": (3,),
     "num_columns": (3, size),
@@ -172,6 +175,7 @@ def _check_kind(kind: Any, size: int) -> None:
     try:
       answer = getattr(kind, name)(*arguments)
       text = type(answer).__name__
+    # A user wrote the kind, so any exception means that it is not supported.
     except Exception as error:
       answer, text, cause = None, repr(error), error
     if not isinstance(answer, int | np.generic | np.ndarray):

@@ -37,10 +37,10 @@ class Placed(NamedTuple):
   stop: int
 
   @classmethod
-  def at(cls, identifier: str, place: Any) -> "Placed":
+  def at(cls, identifier: str, span: Any) -> "Placed":
     """Places an input at a range with `offset` and `length`."""
-    offset = as_count("offset", place.offset, 0)
-    return cls(identifier, offset, offset + as_count("length", place.length, 0))
+    offset = as_count("offset", span.offset, 0)
+    return cls(identifier, offset, offset + as_count("length", span.length, 0))
 
   def key(self, begin: int, end: int) -> Any:
     """Returns the identifier, and the place relative to `begin`."""
@@ -110,14 +110,14 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
     Placed.at(_identifier_of(name, "mm", item), item)
     for item in attributes.get("mm", ())
   ]
-  for number, feature in enumerate(attributes.get("mm_features", ())):
+  for index, feature in enumerate(attributes.get("mm_features", ())):
     identifier = _identifier_of(name, "mm_features", feature)
-    place = _first_of(feature, "mm_position", "placeholder_range")
+    span = _first_of(feature, "mm_position", "placeholder_range")
     # Without a range, any page may depend on the input.
-    if place is None:
-      parts[f"mm_features {number}"] = identifier.encode()
+    if span is None:
+      parts[f"mm_features {index}"] = identifier.encode()
     else:
-      items.append(Placed.at(identifier, place))
+      items.append(Placed.at(identifier, span))
   if "prompt_embeds" in attributes:
     items.append(Embeddings.of(name, attributes["prompt_embeds"]))
   return _digest(parts) if parts else _NO_SALT, tuple(items)
@@ -132,8 +132,8 @@ def _identifier_of(name: str, tag: str, item: Any) -> str:
   return identifier
 
 
-def _first_of(feature: Any, name: str, other: str) -> Any:
-  return getattr(feature, name, None) or getattr(feature, other, None)
+def _first_of(feature: Any, name: str, fallback: str) -> Any:
+  return getattr(feature, name, None) or getattr(feature, fallback, None)
 
 
 def _parts_of_salt(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
@@ -220,14 +220,16 @@ def mask_items(
     )
   }
   for page in pages:
-    begin, end = page * size, (page + 1) * size
+    begin = page * size
+    end = begin + size
     inside = [item for item in items if item.start < end and item.stop > begin]
     keys = [item.key(begin, end) for item in inside]
     # `repr` quotes strings, so different keys have different texts.
     stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
     mask = np.frombuffer(stream, "<i4")
     # `tokens` can begin or end inside the page, but `mask` covers all of it.
-    first, last = max(begin, start), min(end, stop)
+    first = max(begin, start)
+    last = min(end, stop)
     if num_tokens is not None:
       items_end = max(item.stop for item in inside)
       # Fewer tokens would have masks of fewer than 128 bits.

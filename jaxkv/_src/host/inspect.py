@@ -71,7 +71,7 @@ class Inspection:
       self._state,
       columns,
       (num_tokens, num_state_tokens, num_encoder_tokens),
-      begins=not columns[self._state.options.first_self_group],
+      is_new=not columns[self._state.options.first_self_group],
       capped=capped,
     )
 
@@ -93,7 +93,8 @@ class Inspection:
 
     The count is 0 for groups other than `FullAttention`.
     """
-    state, common = self._state, []
+    state = self._state
+    common = []
     held = state.held.get(request_id)
     tables = held.tables if held is not None else [[] for _ in state.groups]
     for group, kind in enumerate(self.config.groups):

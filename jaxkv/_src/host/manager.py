@@ -279,7 +279,8 @@ class CacheManager(Inspection):
         is too long, a token is not a 32-bit integer, or the hit is not current.
       RuntimeError: `max_requests` requests are admitted already.
     """
-    state, options = self._state, self._state.options
+    state = self._state
+    options = state.options
     held = state.held.get(request.request_id)
     if held is not None:
       state.set_request(held, request)
@@ -423,7 +424,8 @@ class CacheManager(Inspection):
       The argument for `free_pages`; the same object if the call is repeated
       before `free_pages`. None for a request without pages.
     """
-    state, name = self._state, request.request_id
+    state = self._state
+    name = request.request_id
     held = state.held.get(name)
     if held is None:
       # The newest first, because the request may have been admitted again.

@@ -96,7 +96,8 @@ class HostPool:
 
   def __init__(self, options: ManagerOptions, undo_log: UndoLog):
     config = options.config
-    num_pages, num_numbers = config.num_pages, config.num_numbers
+    num_pages = config.num_pages
+    num_numbers = config.num_numbers
     self.undo_log = undo_log
     self.unhashed_first = config.free_policy == "unhashed_first"
     self.ref_count = [0] * num_pages
@@ -109,7 +110,8 @@ class HostPool:
     self.clock = 0
     self.new = [False] * num_pages if options.track_new_pages else None
     self.released = [0] * num_pages if options.track_residency else None
-    self.lifetime, self.idle = [0] * NUM_BINS, [0] * NUM_BINS
+    self.lifetime = [0] * NUM_BINS
+    self.idle = [0] * NUM_BINS
     self.counts = dict.fromkeys(Stats.names(), 0)
     self.listeners: list[PageListener] = []
     self.saved = SavedPages(config, undo_log) if config.offload_pages else None
@@ -152,10 +154,11 @@ class HostPool:
       A dictionary from each saved page to the offload page that gets its
       content.
     """
-    cached, saved = self.is_cached, self.saved
+    cached = self.is_cached
     evicted = [page for page in pages if cached[page]]
     if not evicted:
       return {}
+    saved = self.saved
     self._count_ages(evicted)
     self.count("evicted_pages", len(evicted))
     if saved is None or not saved.saves:
@@ -197,11 +200,11 @@ class HostPool:
       return columns
     # Device pages are held first, so that no restored page evicts them.
     self.hold([page for page in pages if not saved.is_offloaded(page)])
-    places = self._restore(saved, list(dict.fromkeys(offloaded)))
-    self.undo_log.save_items(self.ref_count, [*places.values()])
+    page_of = self._restore(saved, list(dict.fromkeys(offloaded)))
+    self.undo_log.save_items(self.ref_count, [*page_of.values()])
     for page in offloaded:
-      self.ref_count[places[page]] += 1
-    return [[places.get(page, page) for page in column] for column in columns]
+      self.ref_count[page_of[page]] += 1
+    return [[page_of.get(page, page) for page in column] for column in columns]
 
   def _restore(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
     """Restores offload pages to free pages; returns the new page of each."""
@@ -209,14 +212,14 @@ class HostPool:
     # can be saved to one of these offload pages.
     contents = self._lift(pages)
     saved.to_front(pages)
-    places = self.queue.pop(len(pages))
-    targets = self._evict(places)
-    self._settle(places, contents)
+    new_pages = self.queue.pop(len(pages))
+    targets = self._evict(new_pages)
+    self._settle(new_pages, contents)
     # Restored pages have a content, so they must not be zeroed.
-    self.mark_new(places, is_new=False)
-    saved.record(places, targets, dict(zip(places, pages, strict=True)))
+    self.mark_new(new_pages, is_new=False)
+    saved.record(new_pages, targets, dict(zip(new_pages, pages, strict=True)))
     saved.count("restored", len(pages))
-    return dict(zip(pages, places, strict=True))
+    return dict(zip(pages, new_pages, strict=True))
 
   def _lift(self, pages: Sequence[int]) -> list[tuple[Any, int, int]]:
     """Removes cached pages from the index, without a call of listeners.
@@ -241,8 +244,7 @@ class HostPool:
     counts, pages = self.ref_count, [page for page in pages if page]
     self.undo_log.save_items(counts, pages)
     # A page can occur twice in `pages`, but it leaves the queue once.
-    free = dict.fromkeys(page for page in pages if not counts[page])
-    self.queue.remove(free)
+    self.queue.remove(dict.fromkeys(page for page in pages if not counts[page]))
     for page in pages:
       counts[page] += 1
 
@@ -307,6 +309,7 @@ class HostPool:
     for values in (self.content, self.group, self.stamp):
       self.undo_log.save_items(values, pages)
     # Not strict, because `groups` can be an infinite iterator.
+    # Locals, because the loop below runs for each page of a prompt.
     content_of, group_of, stamp_of = self.content, self.group, self.stamp
     rows = zip(pages, contents, groups, stamps, strict=False)
     for page, content, group, stamp in rows:
@@ -326,8 +329,8 @@ class HostPool:
     """Returns the cached pages with the same digest as a cached page."""
     content = self.content[page]
     # A device key depends on the group, so all groups share one dictionary.
-    number = -1 if content.is_from_device else self.group[page]
-    return self.index[number][content.digest]
+    group = -1 if content.is_from_device else self.group[page]
+    return self.index[group][content.digest]
 
   def lookup_order(self, page: int) -> tuple[bool, int]:
     """Returns a sort key for equal pages: offload pages last, then by stamp."""
@@ -368,22 +371,24 @@ class HostPool:
     """Counts the ages of pages that are evicted."""
     if self.released is None:
       return
-    lifetime, idle = self.lifetime[:], self.idle[:]
+    lifetime = self.lifetime[:]
+    idle = self.idle[:]
     # Ages of 2**32 and more are in the last bin.
-    last = NUM_BINS - 1
+    last_bin = NUM_BINS - 1
     for page in pages:
       # The clock advanced by 1 for the page itself, after it got its stamp.
       age = self.clock - self.stamp[page] - 1
-      lifetime[min(age.bit_length(), last)] += 1
-      idle[min((self.clock - self.released[page]).bit_length(), last)] += 1
+      lifetime[min(age.bit_length(), last_bin)] += 1
+      idle_age = self.clock - self.released[page]
+      idle[min(idle_age.bit_length(), last_bin)] += 1
     self.undo_log.replace(self, lifetime=lifetime, idle=idle)
 
   def set_listed(self, pages: Iterable[int], is_listed: bool) -> None:
     """Adds pages to the index, or removes them, without calling listeners."""
     # Each entry is recorded before its change. After an interrupt between the
     # two, the undo writes the value that the entry still has.
-    before: list[tuple[int, Index, Hashable, tuple[int, ...]]] = []
-    self.undo_log.record((self._restore_index, before))
+    changes: list[tuple[int, Index, Hashable, tuple[int, ...]]] = []
+    self.undo_log.record((self._restore_index, changes))
     contents, groups, cached = self.content, self.group, self.is_cached
     for page in pages:
       # As in `equal_pages`, without a call for each page.
@@ -391,22 +396,21 @@ class HostPool:
       index = self.index[-1 if content.is_from_device else groups[page]]
       digest = content.digest
       listed = index.get(digest, ())
-      before.append((page, index, digest, listed))
+      changes.append((page, index, digest, listed))
       if is_listed and listed:
-        pages_now = sorted((*listed, page), key=self.lookup_order)
-        index[digest] = tuple(pages_now)
+        index[digest] = tuple(sorted((*listed, page), key=self.lookup_order))
       elif is_listed:
         index[digest] = (page,)
       elif len(listed) > 1:
-        index[digest] = tuple(other for other in listed if other != page)
+        index[digest] = tuple(entry for entry in listed if entry != page)
       else:
         del index[digest]
       cached[page] = is_listed
 
   def _restore_index(
-    self, before: list[tuple[int, Index, Hashable, tuple[int, ...]]]
+    self, changes: list[tuple[int, Index, Hashable, tuple[int, ...]]]
   ) -> None:
-    for page, index, digest, listed in reversed(before):
+    for page, index, digest, listed in reversed(changes):
       if listed:
         index[digest] = listed
       else:

@@ -38,7 +38,7 @@ class Pages:
         has 0 for columns that this call did not publish. `removed(page,
         group)`: a page, perhaps of offload memory, left the prefix cache.
         `cleared()`: all pages left it. The methods run inside those of the
-        manager, so they must record each change of their own state in
+        manager, so they must record each change of their state in
         `CacheManager.undo_log` first.
     """
     self._state.pool.listeners.append(listener)
@@ -126,9 +126,11 @@ class Pages:
     held = self._state.held.get(request_id)
     if held is None:
       return [0] * self._state.config.num_groups
-    counts, num_leading = self._state.pool.ref_count, []
+    counts = self._state.pool.ref_count
+    num_leading = []
     for table in held.tables:
       has_too_few = [counts[page] < num_references for page in table]
+      # The last element ends the count if every page has enough references.
       num_leading.append([*has_too_few, True].index(True))
     return num_leading
 
@@ -169,7 +171,8 @@ class Pages:
     Args:
       key: a key, 16 bytes, as `keys` returns it.
     """
-    pool, words = self._state.pool, tuple(np.frombuffer(key, "<u4").tolist())
+    pool = self._state.pool
+    words = tuple(np.frombuffer(key, "<u4").tolist())
     if self._state.device_keys is None:
       return []
     pages = pool.cached_pages()
@@ -184,10 +187,10 @@ class Pages:
       return sum(map(len, pool.index))
     # The index has other digests for pages that a device loop filled, so equal
     # contents can have two digests, but have one key.
-    pages = pool.cached_pages()
-    return len({*self.keys(pages)})
+    return len({*self.keys(pool.cached_pages())})
 
   def _key_of(self, page: int) -> Key:
-    pool, keys = self._state.pool, self._state.device_keys
+    pool = self._state.pool
+    keys = self._state.device_keys
     assert keys is not None
     return keys.group_key(pool.content[page], pool.group[page])

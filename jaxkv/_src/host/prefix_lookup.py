@@ -77,10 +77,11 @@ class HashedTokens(NamedTuple):
     nodes = last_hit.path() if last_hit is not None else []
     begin = len(nodes)
     if not 0 < begin <= count or nodes[-1].digest != self.digests[begin - 1]:
-      nodes, begin = [], 0
-    last = nodes[-1] if nodes else self.root
+      nodes = []
+      begin = 0
+    last_node = nodes[-1] if nodes else self.root
     pages = self.pages[begin:count]
-    return nodes + grow_path(last, self.digests[begin:count], pages)
+    return nodes + grow_path(last_node, self.digests[begin:count], pages)
 
 
 def hash_tokens(
@@ -91,10 +92,10 @@ def hash_tokens(
   Raises:
     ValueError: a token is not a 32-bit integer.
   """
-  size = state.config.page_size
+  page_size = state.config.page_size
   tokens = first_tokens(request, num_tokens)
-  masked = content(request, 0, num_tokens, size, state.secret)
-  pages = split(masked, size * TOKEN_BYTES)
+  masked = content(request, 0, num_tokens, page_size, state.secret)
+  pages = split(masked, page_size * TOKEN_BYTES)
   root = state.root_of(request)
   digests = chain_digests(root.digest, pages)
   return HashedTokens(
@@ -119,7 +120,9 @@ def find_prefix(
   # If no group needs a page, no tokens were compared, so this is a miss. For
   # example, `ChunkedLocal` needs no page of a prefix that ends with a chunk.
   if not any(a < b for a, b in zip(first, stop, strict=True)):
-    num_tokens, first, stop = 0, [0] * len(first), [0] * len(stop)
+    num_tokens = 0
+    first = stop = [0] * len(first)
+  # Columns outside of a window are null, even if their pages are cached.
   columns = tuple(
     [0] * min(begin, end) + column[begin:end]
     for column, begin, end in zip(pages, first, stop, strict=True)
@@ -134,6 +137,7 @@ def _worth_restoring(
   config: CacheConfig, pages: list[list[int]]
 ) -> list[list[int]]:
   """Computes `longest_hit.worth_restoring` for lists of pages by group."""
+  # Padding with 0 adds no hits, so it changes no decision.
   padded = _as_array(pages, max(map(len, pages)))
   worth: Any = worth_restoring(config, padded)
   rows = zip(worth[0].tolist(), pages, strict=True)
@@ -159,8 +163,7 @@ def _agree(
     num_tokens = limit
     for group, column in zip(state.groups, pages, strict=True):
       if isinstance(group.kind, FullAttention):
-        num_leading = [*column, 0].index(0)
-        num_tokens = min(num_tokens, num_leading * group.size)
+        num_tokens = min(num_tokens, [*column, 0].index(0) * group.size)
     num_tokens -= num_tokens % config.alignment
     if prefix_rules.drops_last_page(config, True):
       num_tokens = max(num_tokens - config.alignment, 0)
@@ -171,8 +174,8 @@ def _agree(
     if all(map(all, needed)):
       return num_tokens, num_tokens
   cached = _as_array(pages, num_digests) > 0
-  numbers = np.array([[limit], [num_digests * config.page_size]], np.int32)
-  tokens = agree(config, cached, *numbers)  # pyright: ignore
+  limits = np.array([[limit], [num_digests * config.page_size]], np.int32)
+  tokens = agree(config, cached, *limits)  # pyright: ignore
   num_tokens, longest = (int(row[0]) for row in tokens)
   return num_tokens, longest
 
@@ -188,7 +191,8 @@ def holds_tokens(
   After the lookup, a page may have been evicted and given to another request.
   Pages that a group skips after `num_computed` tokens are not compared.
   """
-  contents, cached = state.pool.content, state.pool.is_cached
+  contents = state.pool.content
+  cached = state.pool.is_cached
   for group, pages in zip(state.groups, hits, strict=True):
     first = group.skipped_pages(num_computed)
     hit_pages = pages[first:]
@@ -230,7 +234,8 @@ def _cached_pages(
   if not any(pages):
     return pages
   # Equal digests are no proof of equal tokens, so the pages are compared.
-  expected, step = hashed.pages, group.step
+  expected = hashed.pages
+  step = group.step
   contents = [pool.content[page] for page in pages]
   if step == 1:
     cached = [content and content.tokens for content in contents]

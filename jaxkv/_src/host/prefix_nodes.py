@@ -105,7 +105,10 @@ def split(tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
 
 def chain_digests(root: bytes, pages: Iterable[bytes]) -> list[bytes]:
   """Returns the digest of the prefix that ends with each page of tokens."""
-  blake2b, digest, digests = hashlib.blake2b, root, []
+  # Looked up once, because a long prompt has hundreds of pages.
+  blake2b = hashlib.blake2b
+  digest = root
+  digests = []
   for page in pages:
     # Digests have a fixed size, so the concatenation is unambiguous.
     digest = blake2b(digest + page, digest_size=16).digest()
@@ -114,13 +117,14 @@ def chain_digests(root: bytes, pages: Iterable[bytes]) -> list[bytes]:
 
 
 def grow_path(
-  last: PrefixNode, digests: Iterable[bytes], pages: Iterable[bytes]
+  node: PrefixNode, digests: Iterable[bytes], pages: Iterable[bytes]
 ) -> list[PrefixNode]:
-  """Returns the nodes after `last`, one for each digest and page of tokens."""
-  nodes, root = [], last.root or last
+  """Returns the nodes after `node`, one for each digest and page of tokens."""
+  nodes = []
+  root = node.root or node
   for digest, page in zip(digests, pages, strict=True):
-    last = PrefixNode(digest, last, page, root)
-    nodes.append(last)
+    node = PrefixNode(digest, node, page, root)
+    nodes.append(node)
   return nodes
 
 
@@ -138,11 +142,13 @@ class DeviceKeys:
     self.secret = make_secret(key, num_groups)
     self._page_size = page_size
     rows = [tuple(row) for row in self.secret.tolist()]
-    self._digest, self._root = rows[SECRET_OF_DIGESTS], rows[SECRET_OF_ROOTS]
+    self._digest = rows[SECRET_OF_DIGESTS]
+    self._root = rows[SECRET_OF_ROOTS]
     self._groups = rows[SECRET_OF_GROUPS:]
 
   def root_key(self, salt: bytes) -> Key:
     """Computes `hashing.root_key` of a salt of 16 bytes."""
+    # The epoch is permuted before the salt, as in `hashing.root_key`.
     root = _permute(_xor(self._root, (self.epoch, 0, 0, 0)))
     return _permute(_xor(root, struct.unpack("<4I", salt)))
 
@@ -163,6 +169,7 @@ class DeviceKeys:
       for node in nodes
     ]
     secrets = self.secret[SECRET_OF_GROUPS + np.array(groups)]
+    # The digest of a device page is its key in its group already.
     secrets[is_from_device] = 0
     return np.array(words, np.uint32) ^ secrets
 
@@ -174,11 +181,12 @@ class DeviceKeys:
       return
     # A digest of `hashing.page_digests` does not depend on the parent, so one
     # pass of NumPy computes all of them. The chain needs a pass for each level.
-    digests, begin = self._page_digests(pages), 0
+    digests = self._page_digests(pages)
+    first_node = 0
     for level in levels:
       parents = [node.parent.key for node in level if node.parent]
-      keys = _chained(parents, digests[begin : begin + len(level)])
-      begin += len(level)
+      keys = _chained(parents, digests[first_node : first_node + len(level)])
+      first_node += len(level)
       for node, key in zip(level, keys, strict=True):
         node.key = key
 
@@ -211,11 +219,11 @@ class DeviceKeys:
 
   def _page_digests(self, pages: Sequence[PrefixNode]) -> np.ndarray:
     """Computes `hashing.page_digests` of nodes: uint32[X, 4]."""
-    size = self._page_size
+    page_size = self._page_size
     words = np.frombuffer(b"".join(page.tokens for page in pages), "<u4")
-    words = words.reshape(len(pages), size)
+    words = words.reshape(len(pages), page_size)
     # Zeros fill the last block of words, as on the device.
-    words = np.pad(words, ((0, 0), (0, -size % KEY_WORDS)))
+    words = np.pad(words, ((0, 0), (0, -page_size % KEY_WORDS)))
     state: Any = tuple(
       np.full(len(pages), word, np.uint32) for word in self._digest
     )

@@ -30,29 +30,29 @@ def publish(
   full. If at least `num_tokens` tokens were final before, nothing changes.
   """
   # Tokens beyond the tables have no page yet.
-  before, num_tokens = held.length, min(num_tokens, held.room)
-  if num_tokens <= before:
+  length = held.length
+  num_tokens = min(num_tokens, held.room)
+  if num_tokens <= length:
     return
   state.undo_log.replace(held, length=num_tokens)
-  size = state.config.page_size
+  page_size = state.config.page_size
   # Every page of every group ends at a multiple of `size` tokens. Most steps
   # fill no page, and return before the request is read.
-  is_filled = num_tokens // size > before // size
+  is_filled = num_tokens // page_size > length // page_size
   if not state.config.prefix_caching or not is_filled:
     return
   if hashed is None:
-    fields = read_request(held.request)
-    new_nodes = more_nodes(state, held, fields, num_tokens)
+    new_nodes = more_nodes(state, held, read_request(held.request), num_tokens)
     state.undo_log.save_length(held.nodes)
     held.nodes += new_nodes
   else:
     # A new request is dropped if the call fails, so no undo is recorded.
-    held.nodes = hashed.nodes(num_tokens // size, _last_hit(state, held))
+    held.nodes = hashed.nodes(num_tokens // page_size, _last_hit(state, held))
   for group in state.groups:
-    stop = group.final_pages(num_tokens)
-    start = group.final_pages(before) if first is None else first[group.number]
-    if stop > start:
-      _publish_group(state, held, group, range(start, stop))
+    stop_column = group.final_pages(num_tokens)
+    start = group.final_pages(length) if first is None else first[group.number]
+    if stop_column > start:
+      _publish_group(state, held, group, range(start, stop_column))
 
 
 def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
@@ -70,21 +70,24 @@ def more_nodes(
   state: HostState, held: HeldSequence, request: RequestFields, num_tokens: int
 ) -> list[PrefixNode]:
   """Returns nodes for full pages of `num_tokens` tokens, after `held.nodes`."""
-  size, nodes = state.config.page_size, held.nodes
-  begin, end = len(nodes) * size, num_tokens // size * size
-  tokens = content(request, begin, end, size, state.secret)
-  pages = split(tokens, size * TOKEN_BYTES)
-  last = nodes[-1] if nodes else held.root
-  assert last is not None
-  return grow_path(last, chain_digests(last.digest, pages), pages)
+  page_size, nodes = state.config.page_size, held.nodes
+  first_token = len(nodes) * page_size
+  stop_token = num_tokens // page_size * page_size
+  tokens = content(request, first_token, stop_token, page_size, state.secret)
+  pages = split(tokens, page_size * TOKEN_BYTES)
+  last_node = nodes[-1] if nodes else held.root
+  assert last_node is not None
+  return grow_path(last_node, chain_digests(last_node.digest, pages), pages)
 
 
 def _publish_group(
   state: HostState, held: HeldSequence, group: LayerGroup, columns: range
 ) -> None:
-  pool, table = state.pool, held.tables[group.number]
+  pool = state.pool
+  table = held.tables[group.number]
   is_listed = group.published(columns, held.prompt_length, held.boundary)
   step = group.step
+  # A page of the group has `step` nodes. The last one has the page's digest.
   nodes = held.nodes[
     columns.start * step + step - 1 : columns.stop * step : step
   ]

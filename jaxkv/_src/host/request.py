@@ -114,7 +114,7 @@ def read_request(request: Any) -> RequestFields:
 
   Raises:
     AttributeError: the request lacks one of the three required attributes.
-    TypeError, ValueError: a count is no integer of at least 0, or see
+    TypeError, ValueError: a count is not an integer of at least 0, or see
       `identity_of`.
   """
   tokens = tokens_of(request)

@@ -35,7 +35,8 @@ class SavedPages:
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
-    self._undo_log, self._num_pages = undo_log, config.num_pages
+    self._undo_log = undo_log
+    self._num_pages = config.num_pages
     self._num_offload_pages = count = config.offload_pages
     self.saves = config.max_restored_pages > 0
     self.queue = FreeList(range(1, count + 1), count + 1, undo_log)
@@ -53,12 +54,13 @@ class SavedPages:
     The pages move from the front of the queue to its back.
     """
     pages = self.queue.pop(min(count, self._num_offload_pages))
+    # At the back, because their new contents are the latest.
     self.queue.push_back(pages)
     return [self._num_pages + page for page in pages]
 
-  def to_front(self, numbers: Sequence[int]) -> None:
+  def to_front(self, page_ids: Sequence[int]) -> None:
     """Moves offload pages to the front of the queue, in the given order."""
-    pages = [number - self._num_pages for number in numbers]
+    pages = [page_id - self._num_pages for page_id in page_ids]
     self.queue.remove(pages)
     self.queue.push_front(pages)
 
@@ -81,9 +83,11 @@ class SavedPages:
     for page in pages:
       targets = saved_to.get(page), restored_from.get(page)
       if targets != (None, None):
+        # `Moves` count offload pages from 0. The first one is N + 1, as N is
+        # `CacheConfig.no_page`.
         saved, restored = (
-          Moves.NONE if number is None else number - self._num_pages - 1
-          for number in targets
+          Moves.NONE if page_id is None else page_id - self._num_pages - 1
+          for page_id in targets
         )
         self.moves.append((page, saved, restored))
 
@@ -101,8 +105,8 @@ def as_arrays(
   """Converts moves, in the form of `SavedPages.moves`, to NumPy arrays."""
   # The arrays are padded to a multiple of N, so that programs that take them
   # are compiled for few shapes.
-  size = max(1, -(-len(moves) // num_pages)) * num_pages
-  rows = np.zeros((size, 3), np.int32)
+  num_rows = max(1, -(-len(moves) // num_pages)) * num_pages
+  rows = np.zeros((num_rows, 3), np.int32)
   rows[: len(moves)] = np.array(moves, np.int32).reshape(-1, 3)
   page, saved_to, restored_from = rows.T.copy()
   # `Any`, because the fields of `Moves` are annotated as JAX arrays.

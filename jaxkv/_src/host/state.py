@@ -87,8 +87,8 @@ class HostState:
     self.config = config = options.config
     self.undo_log = UndoLog()
     self.groups = tuple(
-      LayerGroup(number, config, most_pages)
-      for number, most_pages in enumerate(options.most_pages)
+      LayerGroup(group_id, config, most_pages)
+      for group_id, most_pages in enumerate(options.most_pages)
     )
     self.skipping = tuple(group for group in self.groups if group.skips_pages)
     kinds = {(group.kind, group.size): group for group in self.skipping}
@@ -109,7 +109,8 @@ class HostState:
       words = np.asarray(as_secret("key", key))
     if config.prefix_caching:
       keys = DeviceKeys(words, config.num_groups, config.page_size)
-      self.device_keys, self.secret = keys, keys.secret.tobytes()
+      self.device_keys = keys
+      self.secret = keys.secret.tobytes()
       self.index_arrays = IndexArrays(config, self.pool, keys, self.groups)
       if options.num_events:
         self.events = EventList(
@@ -167,7 +168,8 @@ class HostState:
 
   def _counts(self) -> dict[str, np.ndarray]:
     """Returns the ages of evicted pages and the counts of moves, if any."""
-    pool, counts = self.pool, {}
+    counts = {}
+    pool = self.pool
     if pool.released is not None:
       counts |= {"lifetime": pool.lifetime, "idle": pool.idle}
     if pool.saved is not None:

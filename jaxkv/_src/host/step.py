@@ -40,9 +40,9 @@ def step(
       publish(state, held, demand.publish)
   no_pages = CachePages(tuple([] for _ in state.groups))
   results: list[CachePages | None] = [no_pages] * len(running)
-  for plan, (place, held, _) in zip(plans, rows, strict=True):
+  for plan, (row_index, held, _) in zip(plans, rows, strict=True):
     new = None if plan is None else allocate.new_pages(state, held, plan)
-    results[place] = new
+    results[row_index] = new
   return results
 
 
@@ -90,19 +90,21 @@ def advance_quietly(
     None if the request was served; else its demand.
   """
   # This code runs for every request in every step, so it makes few calls.
-  computed, options = request.num_computed_tokens, state.options
+  options = state.options
+  computed = request.num_computed_tokens
   if computed.__class__ is not int or computed < 0:
     computed = as_count("num_computed_tokens", computed, 0)
-  total = computed + num_new_tokens
-  if total > options.max_model_len:
-    check_length(options, request.request_id, total)
-  room, final = total + num_lookahead_tokens, len(tokens_of(request))
-  if final > total:
-    final = total
+  num_tokens = computed + num_new_tokens
+  if num_tokens > options.max_model_len:
+    check_length(options, request.request_id, num_tokens)
+  room = num_tokens + num_lookahead_tokens
+  final = len(tokens_of(request))
+  if final > num_tokens:
+    final = num_tokens
   # A call is quiet if an allocation would only set the length.
-  before, size = held.length, state.config.page_size
+  length, page_size = held.length, state.config.page_size
   is_quiet = room <= held.room and (
-    final <= before or final // size == before // size
+    final <= length or final // page_size == length // page_size
   )
   if state.skipping:
     in_flight = getattr(request, "num_in_flight_tokens", 0)
@@ -112,10 +114,12 @@ def advance_quietly(
     is_quiet = is_quiet and not _frees_pages(state, held, computed)
   if not is_quiet:
     room = min(room, options.max_model_len)
-    return Demand(num_computed=computed, room=room, tokens=total, publish=final)
-  if final > before:
+    return Demand(
+      num_computed=computed, room=room, tokens=num_tokens, publish=final
+    )
+  if final > length:
     # Faster than `save_attribute`, which looks the value up.
-    state.undo_log.record((setattr, held, "length", before))
+    state.undo_log.record((setattr, held, "length", length))
     held.length = final
   return None
 
@@ -124,6 +128,7 @@ def _frees_pages(
   state: HostState, held: HeldSequence, num_computed: int
 ) -> bool:
   """True if a held page is outside a window after `num_computed` tokens."""
+  # Groups of the same kind and page size skip the same columns.
   for group in state.skipping_kinds:
     if group.skipped_pages(num_computed) > held.skipped[group.number]:
       return True

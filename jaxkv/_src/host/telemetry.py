@@ -1,4 +1,4 @@
-"""What a manager reports: events of published pages, and statistics."""
+"""Reports of a manager: events of published pages, and statistics."""
 
 import copy
 import dataclasses
@@ -98,10 +98,10 @@ class EventList(PageListener):
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
     """Records published pages with their original, unmasked tokens."""
-    size, token_ids = self._groups[group].size, tokens_of(request)
+    page_size, token_ids = self._groups[group].size, tokens_of(request)
     for column, page in enumerate(pages, first):
       if page:
-        tokens = token_ids[column * size : (column + 1) * size]
+        tokens = token_ids[column * page_size : (column + 1) * page_size]
         # NumPy integers become ints, which consumers can serialize.
         tokens = tuple(int(token) for token in tokens)
         self._add((Stored, page, group, self._pool.content[page], tokens))
@@ -128,16 +128,19 @@ class EventList(PageListener):
     """
     for page, content, group in removed:
       self._add((Removed, page, group, content))
-    content, groups = self._pool.content, self._pool.group
+    content = self._pool.content
+    groups = self._pool.group
     for page, tokens in stored.items():
-      size = self._groups[groups[page]].size
+      page_size = self._groups[groups[page]].size
+      # The group of such a page may be unknown, so no token is cut off.
       if isinstance(content[page], DevicePage):
-        size = len(tokens)
-      self._add((Stored, page, groups[page], content[page], tokens[:size]))
+        page_size = len(tokens)
+      self._add((Stored, page, groups[page], content[page], tokens[:page_size]))
 
   def drain(self) -> Drained:
     """Returns the events and empties the log."""
-    events, num_lost = self._events, self.num_lost
+    events = self._events
+    num_lost = self.num_lost
     # One call computes the keys of all events, which takes less time.
     self._keys.compute(event[3] for event in events if type(event) is tuple)
     self._log.replace(self, _events=[], num_lost=0)
@@ -163,12 +166,12 @@ class EventList(PageListener):
     if make is Removed:
       return Removed(page, group, key)
     # The preceding page of the group ends `step` nodes earlier.
-    root, parent, before = node.root, node, None
+    root, parent, parent_key = node.root, node, None
     for _ in range(self._groups[group].step):
       parent = parent.parent
     if parent is not root:
-      before = key_bytes(self._keys.group_key(parent, group))
-    return Stored(page, group, key, before, key_bytes(root.key), event[4])
+      parent_key = key_bytes(self._keys.group_key(parent, group))
+    return Stored(page, group, key, parent_key, key_bytes(root.key), event[4])
 
 
 @dataclasses.dataclass

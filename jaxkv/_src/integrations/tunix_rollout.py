@@ -160,8 +160,7 @@ class TunixRollout:
       self._moves_weights = True
     else:
       reshard = packages.of_tunix("tunix.rl.reshard")
-      current = nnx.state(self.model(), filter_types)
-      params = _reshard(params, current, reshard)
+      params = _reshard(params, nnx.state(self.model(), filter_types), reshard)
     self._params = _merge(self._params, params, nnx)
 
   def pad_id(self) -> int:

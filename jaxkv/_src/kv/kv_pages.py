@@ -268,7 +268,7 @@ class Layered(Protocol):
 
 
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
-  """Raises unless `layer` is an integer, and in range if it is no jax array.
+  """Raises unless `layer` is an integer, in range if it is not a jax array.
 
   The value of a jax array can be out of range. Writes are then dropped, and
   reads are meaningless.

@@ -119,7 +119,8 @@ def _groups(
     mask = jnp.ones(rewards.shape, bool)
   is_used = array_checks.as_mask("mask", mask, rewards, ", one for each reward")
   _check_finite(rewards, is_used)
-  shape, is_used = rewards.shape, is_used.reshape(-1, num_samples)
+  shape = rewards.shape
+  is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
   # The first used reward is subtracted, so equal rewards become zeros. The mean
   # of zeros is exact, but the mean of other equal floats can be rounded.

@@ -181,7 +181,8 @@ def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
 
 def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
   """Returns the mean of values [..., T] where `mask` is True, float32[]."""
-  values, is_drawn = jnp.where(mask, values, 0), mask.astype(jnp.float32)
+  values = jnp.where(mask, values, 0)
+  is_drawn = mask.astype(jnp.float32)
   if isinstance(mean, str) and mean == "sequence":
     count = jnp.sum(is_drawn, axis=-1)
     rows = jnp.sum(values, axis=-1) / jnp.maximum(count, 1)

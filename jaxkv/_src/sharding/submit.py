@@ -78,8 +78,7 @@ def _submit(state, requests, ids, axes):
     if ids is None:
       ids = next_id + _rank(~is_bad) * samples
     is_used = lax.pmax(verb.are_used(queue, ids, samples), axes.data)
-    is_repeated = verb.are_repeated(ids, ~is_bad & ~is_used, samples)
-    is_taken = is_used | is_repeated
+    is_taken = is_used | verb.are_repeated(ids, ~is_bad & ~is_used, samples)
     # Refused prompts take no rows, so shards are chosen for valid prompts only.
     owners = _choose_shards(queue.status, num_prompts, samples, axes)
     owner = indexing.take(owners, _rank(~is_bad & ~is_taken))

@@ -61,7 +61,7 @@ class LocalWorker:
         them.
       state: a rollout of version 0 without sequences, such as one of prompts
         with `num_samples` 0. Only the pool may submit sequences. Each worker
-        needs a state with a cache and a memory of its own, which it donates.
+        needs a state with its own cache and memory, which it donates.
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
@@ -87,12 +87,13 @@ class LocalWorker:
     )
     self._vocab_size = vocab_size_of(model)
     self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
-    self._params, self._state = jax.tree.map(jnp.asarray, params), state
+    self._params = jax.tree.map(jnp.asarray, params)
+    self._state = state
 
   def room(self) -> Room:
     """Returns the `Room` for further prompts."""
-    samples, queue = self._state.config.num_samples, self._state.queue
-    status = np.asarray(queue.status).reshape(-1, samples)
+    samples = self._state.config.num_samples
+    status = np.asarray(self._state.queue.status).reshape(-1, samples)
     prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
     # A call of `advance` may end the sequences in all slots, so each slot needs
     # a waiting sequence too.
@@ -102,7 +103,8 @@ class LocalWorker:
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""
-    padded, samples = self._padded(requests), self._state.config.num_samples
+    padded = self._padded(requests)
+    samples = self._state.config.num_samples
     matched = match(
       self._state.memory.cache,
       padded.tokens,
@@ -115,12 +117,12 @@ class LocalWorker:
     """Adds prompts to the queue; returns True for each one that was added."""
     padded = self._padded(requests)
     mask = np.arange(len(padded.lengths)) < len(ids)
-    numbers = np.zeros(mask.shape, np.int32)
-    numbers[mask] = ids
-    self._state, out = _submit(self._state, padded, ids=numbers, mask=mask)
+    padded_ids = np.zeros(mask.shape, np.int32)
+    padded_ids[mask] = ids
+    self._state, out = _submit(self._state, padded, ids=padded_ids, mask=mask)
     refused = [
-      f"{Status(code).name} for id {number}"
-      for code, number in zip(out.code.tolist(), ids, strict=False)
+      f"{Status(code).name} for id {prompt_id}"
+      for code, prompt_id in zip(out.code.tolist(), ids, strict=False)
       if code not in (Status.OK, Status.QUEUE_FULL)
     ]
     if refused:
@@ -139,10 +141,10 @@ class LocalWorker:
       requests.lengths,
       vocab_size=self._vocab_size,
     )
-    count, samples = len(requests.lengths), self._state.config.num_samples
+    count = len(requests.lengths)
     # The last prompt is repeated, up to a power of 2.
     rows = np.minimum(np.arange(1 << (count - 1).bit_length()), count - 1)
-    requests = take(requests, rows, samples)
+    requests = take(requests, rows, self._state.config.num_samples)
     # A prompt that is too long is refused by `submit`, and has no match.
     missing = max(self._state.queue.width - 1 - requests.tokens.shape[1], 0)
     tokens = np.pad(requests.tokens, ((0, 0), (0, missing)))
@@ -186,7 +188,8 @@ class LocalWorker:
 
   def _drop(self, oldest: int) -> list[int]:
     """Removes prompts with an unfinished token of a version before `oldest`."""
-    queue, samples = self._state.queue, self._state.config.num_samples
+    queue = self._state.queue
+    samples = self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
     )
@@ -206,7 +209,8 @@ class LocalWorker:
 
     Other sequences keep the pages that they share with running ones.
     """
-    queue, cache = self._state.queue, self._state.memory.cache
+    queue = self._state.queue
+    cache = self._state.memory.cache
     ids, status, table = jax.device_get(
       (queue.ids, queue.status, cache.page_table)
     )

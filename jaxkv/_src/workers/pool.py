@@ -97,13 +97,13 @@ class Pool:
       ValueError: a number is out of range.
     """
     if not callable(make):
-      requirement = "a function from a place to a new worker"
-      refuse(TypeError, "make", requirement, make)
+      refuse(TypeError, "make", "a function from a place to a new worker", make)
     if not isinstance(config, RolloutConfig):
       raise TypeError(
         f"`config` must be a RolloutConfig, got {type(config).__name__}."
       )
-    self._make, self._config = make, config
+    self._make = make
+    self._config = config
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
     self._max_failures = as_count("max_failures", max_failures, 0)
@@ -223,14 +223,16 @@ class Pool:
         `jaxkv.rollout.submit`, stops the pool later, see `results`.
       RuntimeError: the pool is closed or has failed, see `results`.
     """
-    samples, parts = self._config.num_samples, split(requests, self._config)
+    samples = self._config.num_samples
+    parts = split(requests, self._config)
     with self._changed:
       if self._first is not None:
         check_joinable(parts[0], self._first)
       if ids is None:
         ids = [self._next_id + row * samples for row in range(len(parts))]
       ids = as_int32("ids", ids, (len(parts),), ", one for each prompt")
-      ids, highest = ids.tolist(), 2**31 - 1 - samples
+      ids = ids.tolist()
+      highest = 2**31 - 1 - samples
       distances = np.diff(np.sort([*self._unfinished, *ids]))
       if np.any(distances < samples) or min(ids) < 0 or max(ids) > highest:
         raise ValueError(
@@ -369,7 +371,8 @@ class Pool:
 
   def _update(self, state: WorkerState, worker: Worker) -> None:
     with self._changed:
-      params, version = self._params, self._version
+      params = self._params
+      version = self._version
     if state.version == version:
       return
     dropped = worker.update_weights(params, version, self._max_age)
@@ -457,7 +460,8 @@ class Pool:
     )
     with self._changed:
       self._put_back(state, list(state.prompts))
-      state.cached, state.version = {}, 0
+      state.cached = {}
+      state.version = 0
       state.num_failures += 1
       if state.leaves or state.num_failures <= self._max_failures:
         return

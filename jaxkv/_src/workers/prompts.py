@@ -48,7 +48,8 @@ def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
   All arrays are NumPy arrays, except the tables of stop strings, which the
   prompts share.
   """
-  requests, samples = as_requests(requests, config), config.num_samples
+  requests = as_requests(requests, config)
+  samples = config.num_samples
   # Here, because `join` adds columns.
   check_lengths(requests)
   if requests.num_samples is None:
@@ -71,7 +72,8 @@ def take(requests: Requests, rows: np.ndarray, samples: int) -> Requests:
 
 def prefixes_of(prompt: Requests) -> tuple[int, ...]:
   """Returns `Prompt.prefixes` of one prompt."""
-  tokens, salts = prompt.tokens[0, : prompt.lengths[0]], prompt.salts
+  tokens = prompt.tokens[0, : prompt.lengths[0]]
+  salts = prompt.salts
   value = 0 if salts is None else hash(salts[0].tobytes())
   hashes = []
   # The last token is never part of a hit.
@@ -112,9 +114,11 @@ def check_joinable(requests: Requests, first: Requests) -> None:
 
   first_names = fields(first)
   for name in sorted(fields(requests) ^ first_names):
-    rule, presence = "be None", "a value"
+    rule = "be None"
+    presence = "a value"
     if name in first_names:
-      rule, presence = "have a value", "None"
+      rule = "have a value"
+      presence = "None"
     raise ValueError(
       f"`requests{name}` must {rule}, as in the first prompt of the pool, got "
       f"{presence}; give all prompts the same optional fields."

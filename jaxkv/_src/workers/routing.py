@@ -23,10 +23,10 @@ def choose(
 
   def rank(prompt: Prompt) -> tuple[bool, int]:
     longest = max((peer.num_shared(prompt) for peer in peers), default=0)
-    missing = max(longest - state.num_shared(prompt), 0)
-    return prompt.exported is None, missing
+    return prompt.exported is None, max(longest - state.num_shared(prompt), 0)
 
-  chosen, needed = [], math.inf
+  chosen = []
+  needed = math.inf
   if peers:
     # All workers usually have the same number of slots.
     free = sum(max(room.slots - peer.num_samples, 0) for peer in peers)

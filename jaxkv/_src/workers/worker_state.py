@@ -79,7 +79,8 @@ class WorkerState:
 
   def close(self) -> None:
     """Closes the worker, which may have failed already."""
-    worker, self.worker = self.worker, None
+    worker = self.worker
+    self.worker = None
     if worker is not None:
       with contextlib.suppress(BaseException):
         worker.close()

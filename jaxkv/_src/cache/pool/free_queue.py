@@ -66,6 +66,7 @@ def init(num_pages: int) -> FreeQueue:
   pages = jnp.arange(1, capacity(num_pages) + 1, dtype=jnp.int32)
   page_numbers = jnp.arange(num_pages, dtype=jnp.int32)
   return FreeQueue(
+    # Entries after the last page are outside of the span, so none is live.
     ring=jnp.where(pages < num_pages, pages, jnp.int32(0)),
     position=jnp.where(page_numbers > 0, page_numbers - 1, jnp.int32(NOWHERE)),
     head=jnp.int32(0),
@@ -141,6 +142,8 @@ def remove(
   """
   position, is_last = mark_last(queue.position, pages, valid)
   count = jnp.sum(is_last, dtype=jnp.int32)
+  # Without this dependency of the write on the read in `mark_last`, XLA would
+  # copy `position`.
   removed_pages = loops.read_before(count, indexing.where_valid(valid, pages))
   queue = dataclasses.replace(
     queue,
@@ -165,6 +168,8 @@ def push_back(
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = loops.cumulative_sum(valid)
+  # Ranks count from 1, so the first appended page gets the position after the
+  # span.
   position = _wrap(queue, queue.head + queue.span + rank - 1)
   return _grown(_write(queue, position, pages, valid, marks, marked), rank[-1])
 
@@ -190,6 +195,8 @@ def push(
   """
   rank = loops.cumulative_sum(to_back)
   back = queue.head + queue.span + rank - 1
+  # Negative if the head is near the start of the ring. `_wrap` then continues
+  # at the ring's end.
   front = queue.head - 1 - turn
   position = _wrap(queue, jnp.where(to_front, front, back))
   valid = to_back | to_front
@@ -289,4 +296,6 @@ def _grown(queue: FreeQueue, count: Array) -> FreeQueue:
 
 
 def _wrap(queue: FreeQueue, position: Array) -> Array:
+  # The capacity is a power of two, so this is the remainder, also of negative
+  # numbers.
   return position & jnp.int32(queue.ring.shape[0] - 1)

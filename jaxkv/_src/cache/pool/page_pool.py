@@ -175,6 +175,8 @@ def restore(
       window=loops.WINDOW,
       restored=lambda rank: indexing.take(listed, done + rank),
     )
+    # A call can pop fewer pages than are missing, so the ranks continue from
+    # `done`.
     lane = indexing.where_valid(popped.valid, done + popped.rank)
     device_pages = indexing.put(device_pages, lane, values=popped.pages)
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
@@ -190,6 +192,7 @@ def restore(
     lambda loop: loop[0] < num_restored, trip, start
   )
   device_pages = indexing.take(device_pages, indexing.take(rank, leader) - 1)
+  # `pop` gave each page one reference, which belongs to its first item.
   repeated_pages = indexing.where_valid(valid & ~is_first, device_pages)
   ref_count = indexing.add(pool.ref_count, repeated_pages, values=1)
   pool = dataclasses.replace(pool, ref_count=ref_count)

@@ -130,6 +130,7 @@ def grow(
     pool, popped = page_pool.pop(
       pool, num_columns - done, window=window, without_loops=is_first
     )
+    # The columns are filled in order, so the ranks continue from `done`.
     items = loops.locate(filled_ranges.counts, done + popped.rank)
     cell = place_of(filled_ranges, items._replace(valid=popped.valid))
     table = indexing.put(table, *cell, values=popped.pages)

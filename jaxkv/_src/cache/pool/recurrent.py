@@ -35,6 +35,8 @@ def first_fresh(config: CacheConfig, held: Array, stop: Array) -> Array:
   """
   if not has_states(config):
     return held
+  # The running state takes the last new column. New columns before it stay
+  # null.
   running = jnp.maximum(held, stop - 1)
   return jnp.where((stop > held) & holds_states(config), running, held)
 
@@ -48,6 +50,7 @@ def num_pages(
   """
   counts = stop - start
   if has_states(config):
+    # Columns between two states hold the null page, which is not counted.
     inside = indexing.between(start, stop, table.shape[-1])
     is_page = indexing.take(table, slots) > 0
     counts = jnp.sum(inside & is_page, axis=2, dtype=jnp.int32)

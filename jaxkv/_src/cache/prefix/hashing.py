@@ -132,6 +132,7 @@ def group_key(secret: Array, chain: Array, group: Array) -> Array:
 def page_digests(secret: Array, tokens: Array) -> Array:
   """Computes digests of pages of tokens: int32[..., S] to uint32[..., 4]."""
   batch = tokens.shape[:-1]
+  # All pages have the same size, so padding cannot make two of them equal.
   padding = -tokens.shape[-1] % KEY_WORDS
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])

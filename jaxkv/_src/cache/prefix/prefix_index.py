@@ -230,6 +230,7 @@ def insert(
   published &= valid
   order = loops.cumulative_sum(valid).astype(jnp.uint32)
   valid_pages = indexing.where_valid(valid, pages)
+  # Row i marks the items before item i.
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def place_in(buckets, bucket, position, pending):
@@ -271,6 +272,7 @@ def insert(
       pass_bucket,
       (index.overflow, buckets, first_bucket, position, pending),
     )
+  # The order counts from 1, and the first page gets the clock as its stamp.
   stamp = index.clock + order - 1
   entry = jnp.concatenate(
     [keys, stamp[:, None], position.astype(jnp.uint32)[:, None]], axis=1
@@ -324,6 +326,7 @@ def remove(
 
 def cached_among(index: PrefixIndex, pages: Array, valid: Array) -> CachedPages:
   """Returns the cached pages among valid pages, int32[X]."""
+  # As in `remove`, an invalid item reads NOWHERE as its position.
   rows = indexing.where_valid(valid, pages)
   _, stamps, position = _split(indexing.take(index.entry, rows, fill=NOWHERE))
   cached = position < NOWHERE

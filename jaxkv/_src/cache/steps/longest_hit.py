@@ -130,6 +130,8 @@ def find_prefix(
       jnp.where((num_cached > 0)[:, None], columns, 0)
       for columns in (first_column, stop_column)
     )
+    # The chain has an entry every S tokens. Without a hit, entry 0 is read, and
+    # the root replaces it below.
     last_step = jnp.maximum(
       elementwise.quotient(num_cached, config.page_size) - 1, 0
     )
@@ -178,6 +180,7 @@ def look_up(
     rows, columns = group_keys.shape[:2]
     queries.append(group_keys.reshape(-1, hashing.KEY_WORDS))
     page_tokens = tokens[:, : columns * step].reshape(-1, page_size)
+    # Zeros pad the tokens of smaller pages, as in `PrefixIndex.tokens`.
     contents.append(jnp.pad(page_tokens, ((0, 0), (0, width - page_size))))
     shapes.append((rows, columns))
   flat_pages = prefix_index.lookup(

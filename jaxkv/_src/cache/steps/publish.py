@@ -232,8 +232,7 @@ def roll_back(
   first_column = aligned * steps
   parent = indexing.take(state.page_table, slots, group, first_column - 1)
   key = hashing.group_key(secret, prefix_index.key_of(index, parent), group)
-  root = rows.read(hashes.root)
-  chain = jnp.where((aligned == 0)[:, None], root, key)
+  chain = jnp.where((aligned == 0)[:, None], rows.read(hashes.root), key)
   columns = first_column[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
   pages = indexing.take(
     state.page_table, slots[:, None], group[:, None], columns
@@ -275,8 +274,7 @@ def _publish_rows(
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
-  chain_before = indexing.take(done.chain, slots)
-  keys = hashing.row_keys(secret, chain_before, pages)
+  keys = hashing.row_keys(secret, indexing.take(done.chain, slots), pages)
   steps = config.alignment // config.page_size
   num_completed = indexing.take(stream.num_completed, row_window)
   last_step = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
@@ -353,14 +351,15 @@ def _page_tokens(
     return indexing.take(pages, row, start)
   offset = jnp.arange(max_step, dtype=jnp.int32)[None]
   column = indexing.where_valid(offset < step[:, None], start[:, None] + offset)
-  page_tokens = indexing.take(pages, row[:, None], column)
-  return page_tokens.reshape(row.shape[0], -1)
+  return indexing.take(pages, row[:, None], column).reshape(row.shape[0], -1)
 
 
 def _new_tail(config: CacheConfig, stream: _Stream, num_tokens: Array) -> Array:
   """Returns int32[R, A]: the tokens after the last multiple of A tokens."""
   column = jnp.arange(config.alignment, dtype=jnp.int32)[None, :]
   completed = stream.num_completed * config.alignment - stream.tail_length
+  # Negative columns exist only if the new tokens complete no multiple of A.
+  # These columns keep the tokens of the old tail.
   new = column + completed[:, None]
   rows = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)[:, None]
   is_new = (new >= 0) & (new < num_tokens[:, None])
@@ -384,6 +383,7 @@ def _insert(
   pool = done.pool
   assert pool.index is not None
   pages = indexing.take(done.page_table, *final.place)
+  # Columns outside of a window hold the null page, which gets no key.
   valid = pages > 0
   repeated = sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):

@@ -73,6 +73,7 @@ def reservation(
   first = sharding.zeros_like(hit) if first is None else first
   chex.assert_equal_shape([first, hit, stop])
   chex.assert_shape(begins, hit.shape[:1])
+  # If the hits fill all columns, no fresh page is needed.
   stop = jnp.maximum(stop, hit)
   fresh = recurrent.first_fresh(state.config, hit, stop)
   return Reservation(first, hit, fresh, stop, begins)
@@ -208,8 +209,7 @@ def grant(
     granted = in_order(need, asked, state.pool.queue.num_free, keep_free)
   else:
     granted = _grant_with_hits(state, plan, hits, need, asked, keep_free)
-  refused = asked & ~granted
-  return jnp.where(refused, jnp.int32(Status.OUT_OF_PAGES), code)
+  return jnp.where(asked & ~granted, jnp.int32(Status.OUT_OF_PAGES), code)
 
 
 def in_order(
@@ -361,6 +361,7 @@ def _grant_with_hits(
     no_rows = sharding.zeros_like(asked)
     return lax.scan(serve, (no_rows, available), row_numbers)[0][0]
 
+  # The largest number of any row, so that the test below holds for each row.
   max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
   # If all rows fit even if no hit is shared, no sequential scan is needed.
   max_needed = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)

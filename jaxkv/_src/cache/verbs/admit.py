@@ -92,8 +92,7 @@ def match(
     [2]
   """
   config = state.config
-  asked = mask_or_all(mask, tokens)
-  prefix = find_prefix(state, tokens, lengths, asked, salts)
+  prefix = find_prefix(state, tokens, lengths, mask_or_all(mask, tokens), salts)
   pages = prefix.attached_pages(config, tokens.shape[1] // config.page_size)
   return Matched(num_cached_tokens=prefix.num_cached_tokens, pages=pages)
 
@@ -253,5 +252,4 @@ def admit_found(
       hit_tokens=cached,
     ),
   )
-  out = Admitted(code=code, num_cached_tokens=cached)
-  return state, out
+  return state, Admitted(code=code, num_cached_tokens=cached)

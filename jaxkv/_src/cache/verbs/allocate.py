@@ -100,6 +100,7 @@ def make_room(
   plan = reservation(
     state,
     hit=num_held_pages,
+    # A slot can have more columns than its tokens need, and keeps them.
     stop=jnp.maximum(stop_column, num_held_pages),
     begins=num_held_pages[:, 0] == 0,
   )

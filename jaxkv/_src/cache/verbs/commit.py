@@ -80,5 +80,4 @@ def commit(
   )
   num_tokens = jnp.where(code == Status.OK, num_tokens, 0)
   state, published = publish(state, rows, tokens, num_tokens)
-  out = Committed(code=code, num_published_pages=published)
-  return state, out
+  return state, Committed(code=code, num_published_pages=published)

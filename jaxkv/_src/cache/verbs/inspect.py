@@ -64,8 +64,7 @@ def usage(state: CacheState) -> Array:
     0.0
   """
   pages = state.config.num_pages - 1
-  used = pages - state.pool.queue.num_free
-  return used.astype(jnp.float32) / pages
+  return (pages - state.pool.queue.num_free).astype(jnp.float32) / pages
 
 
 @verb
@@ -145,8 +144,7 @@ _in_order = jax.jit(free_queue.in_order)
 @jax.jit
 def _are_cached(pool: PoolState) -> Array:
   count = 0 if pool.index is None else pool.index.entry.shape[0]
-  pages = jnp.arange(count, dtype=jnp.int32)
-  return page_pool.is_cached(pool, pages)
+  return page_pool.is_cached(pool, jnp.arange(count, dtype=jnp.int32))
 
 
 def _copied(counters):

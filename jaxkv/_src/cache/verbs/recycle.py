@@ -80,8 +80,7 @@ def recycle(
     (lengths > length, Status.BAD_LENGTH),
   )
   state, num_pages = drop_behind(state, rows, lengths, code == Status.OK)
-  out = Recycled(code=code, num_recycled_pages=num_pages)
-  return state, out
+  return state, Recycled(code=code, num_recycled_pages=num_pages)
 
 
 def drop_behind(

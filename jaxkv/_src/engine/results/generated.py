@@ -97,8 +97,7 @@ def _generated(state: RolloutState) -> Generated:
   # Expert ids of running sequences are still in their pages.
   queue = save_experts(state.queue, memory.kv, memory.cache, state.slots.row)
   rows = jnp.arange(queue.size, dtype=jnp.int32)
-  is_valid = queue.status != SequenceStatus.EMPTY
-  rows = indexing.where_valid(is_valid, rows)
+  rows = indexing.where_valid(queue.status != SequenceStatus.EMPTY, rows)
   return _take_rows(queue, rows, state.config)
 
 

@@ -75,8 +75,7 @@ def _leave(
   )
   is_served = code == Status.OK
   target_rows = indexing.where_valid(is_served, rows)
-  leaving = slots_of(state.queue, state.slots, target_rows)
-  state = leave_slots(state, leaving)
+  state = leave_slots(state, slots_of(state.queue, state.slots, target_rows))
   if not ends:
     return state, Outcome(code=code)
   queue = set_status(state.queue, rows, is_served, SequenceStatus.DONE)

@@ -149,8 +149,7 @@ def _submit(
   is_taken = jnp.zeros_like(is_bad)
   if ids is not None:
     is_used = are_used(queue, ids, samples)
-    is_repeated = are_repeated(ids, mask & ~is_bad & ~is_used, samples)
-    is_taken = is_used | is_repeated
+    is_taken = is_used | are_repeated(ids, mask & ~is_bad & ~is_used, samples)
   code = first_code(
     (~mask, Status.SKIPPED),
     (is_bad, Status.BAD_LENGTH),

@@ -17,7 +17,8 @@ def from_order(num_pages: int, order: list[int]) -> FreeQueue:
   position = np.full((num_pages,), NOWHERE, np.int32)
   ring[: len(pages)] = pages
   position[pages] = np.arange(len(pages))
-  head, count = np.int32(0), np.int32(len(pages))
+  head = np.int32(0)
+  count = np.int32(len(pages))
   make: Any = FreeQueue
   return make(
     ring=ring, position=position, head=head, span=count, num_free=count
@@ -29,6 +30,6 @@ def in_order(queue: Any) -> list[int]:
   # An entry is stale if its page was removed from the middle of the queue. Then
   # the page's `position` is not the place of the entry.
   capacity = len(queue.ring)
-  place = (int(queue.head) + np.arange(int(queue.span))) % capacity
-  pages = queue.ring[place]
-  return pages[queue.position[pages] == place].tolist()
+  ring_position = (int(queue.head) + np.arange(int(queue.span))) % capacity
+  pages = queue.ring[ring_position]
+  return pages[queue.position[pages] == ring_position].tolist()

@@ -60,12 +60,13 @@ def from_device(
       state, state.device_keys, host.hashes, [*held.values()], counts
     )
   # All checks are done before the first change.
-  log, pool, config = state.undo_log, state.pool, state.config
+  log = state.undo_log
+  pool = state.pool
   log.replace(state, held=held, popped=popped)
   # Slots that were vacant before are used first, in the same order.
   occupied = {held.slot for held in state.all_held()}
   vacant = [slot for slot in state.vacant if slot not in occupied]
-  new_vacant = set(range(config.num_slots)) - occupied - set(vacant)
+  new_vacant = set(range(state.config.num_slots)) - occupied - set(vacant)
   log.replace(state, vacant=sorted(new_vacant, reverse=True) + vacant)
   ref_count = host.pool.ref_count.tolist()
   freed = _freed_pages(pool.ref_count, ref_count)
@@ -195,8 +196,9 @@ def _sequence(
   if old is not None:
     # `slot_hashes.check` checks these nodes. The loop may have replaced tokens
     # after the last multiple of the alignment, so their nodes are recomputed.
-    end = slot_hashes.aligned(config, held.length)
-    held.root, held.nodes = old.root, old.nodes[: end // config.page_size]
+    num_aligned = slot_hashes.aligned(config, held.length)
+    held.root = old.root
+    held.nodes = old.nodes[: num_aligned // config.page_size]
   # The request is read only if a node is missing.
   if old is None or len(held.nodes) < count:
     fields = slot_hashes.read(held, old and old.length)
@@ -223,8 +225,10 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   # A page differs if the host filled it after the last update of `arrays`, if
   # its key or stamp changed, or if it was published or evicted. Positions are
   # not compared, because a position can change without the content.
-  pool, index = state.pool, host.pool.index
-  before, cached = arrays.index.entry, are_cached(index.entry)
+  pool = state.pool
+  index = host.pool.index
+  before = arrays.index.entry
+  cached = are_cached(index.entry)
   differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
   is_fresh = arrays.are_fresh()
   differs |= is_fresh | (np.array(pool.is_cached, bool) != cached)
@@ -304,7 +308,8 @@ def _contents(
 
   `page_of_key` maps a key to the page that has this content in the manager.
   """
-  index, group_of = host.pool.index, dict.fromkeys(pages, 0)
+  index = host.pool.index
+  group_of = dict.fromkeys(pages, 0)
   keys = map(tuple, index.entry[pages, :KEY_WORDS].tolist())
   contents: dict[int, Any] = {}
   for page, key in zip(pages, keys, strict=True):
@@ -328,9 +333,9 @@ def _add_held(
   # A lookup finds a page with a `PrefixNode` without computing device keys.
   for group in state.groups:
     nodes = held.nodes[group.step - 1 :: group.step]
-    stop = group.final_pages(held.length)
+    num_final = group.final_pages(held.length)
     for column, page in enumerate(held.tables[group.number]):
       if page in contents:
         group_of[page] = group.number
-        if column < stop:
+        if column < num_final:
           contents[page] = nodes[column]

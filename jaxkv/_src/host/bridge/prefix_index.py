@@ -18,7 +18,8 @@ from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 
 # Columns of `PrefixIndex.entry`. Those before `_STAMP` have the key.
-_STAMP, _POSITION = KEY_WORDS, KEY_WORDS + 1
+_STAMP = KEY_WORDS
+_POSITION = KEY_WORDS + 1
 
 
 class IndexArrays:
@@ -57,8 +58,10 @@ class IndexArrays:
 
   def update(self) -> PrefixIndex:
     """Brings the arrays up to date and returns them."""
-    pool, index = self._pool, jax.tree.map(np.copy, self.index)
-    was_cached, is_fresh = are_cached(index.entry), self.are_fresh()
+    pool = self._pool
+    index = jax.tree.map(np.copy, self.index)
+    was_cached = are_cached(index.entry)
+    is_fresh = self.are_fresh()
     is_cached = np.array(pool.is_cached, bool)
     # Pages are removed before `_write`, because old keys lead to old buckets.
     _remove(index, np.flatnonzero(was_cached & (is_fresh | ~is_cached)))
@@ -82,7 +85,8 @@ class IndexArrays:
 
   def _write(self, index: Any, pages: list[int]) -> None:
     """Writes the keys, stamps and tokens of one or more pages."""
-    pool, width = self._pool, index.tokens.shape[1]
+    pool = self._pool
+    width = index.tokens.shape[1]
     contents = [pool.content[page] for page in pages]
     groups = [pool.group[page] for page in pages]
     # Zeros pad the tokens of pages that are smaller than the largest pages.
@@ -106,9 +110,10 @@ def are_cached(entry: np.ndarray) -> np.ndarray:
 
 def _remove(index: Any, pages: np.ndarray) -> None:
   """Removes pages, int32[X], from their buckets."""
-  keys, position = index.entry[pages, :KEY_WORDS], index.entry[pages, _POSITION]
-  bucket, place = np.divmod(position.astype(np.int64), BUCKET_PAGES)
-  index.buckets[bucket, place] = 0
+  keys = index.entry[pages, :KEY_WORDS]
+  position = index.entry[pages, _POSITION]
+  bucket, way = np.divmod(position.astype(np.int64), BUCKET_PAGES)
+  index.buckets[bucket, way] = 0
   index.entry[pages, _POSITION] = NOWHERE
   visited = _first_bucket(index, keys)
   # `overflow` counts the pages that passed a full bucket. A page has passed all
@@ -128,16 +133,16 @@ def _insert(index: Any, pages: np.ndarray) -> None:
     # takes the empty place of the same rank.
     order = np.argsort(bucket, kind="stable")
     pages, keys, bucket = pages[order], keys[order], bucket[order]
-    begins = np.r_[True, bucket[1:] != bucket[:-1]]
-    run = np.maximum.accumulate(np.where(begins, np.arange(len(bucket)), 0))
+    is_first = np.r_[True, bucket[1:] != bucket[:-1]]
+    run = np.maximum.accumulate(np.where(is_first, np.arange(len(bucket)), 0))
     turn = np.arange(len(bucket)) - run
     is_empty = index.buckets[bucket] == 0
     is_chosen = is_empty & (np.cumsum(is_empty, axis=1) - 1 == turn[:, None])
     fits = is_chosen.any(axis=1)
-    place = is_chosen.argmax(axis=1)
-    index.buckets[bucket[fits], place[fits]] = pages[fits]
+    way = is_chosen.argmax(axis=1)
+    index.buckets[bucket[fits], way[fits]] = pages[fits]
     index.entry[pages[fits], _POSITION] = (
-      bucket[fits] * BUCKET_PAGES + place[fits]
+      bucket[fits] * BUCKET_PAGES + way[fits]
     )
     # The other pages go on to their next buckets.
     np.add.at(index.overflow, bucket[~fits], 1)

@@ -34,9 +34,11 @@ def of_sequences(
     shared_prefix_boundary=np.zeros(num_slots, np.int32) if by_prompt else None,
   )
   ends = _chain_ends(state, keys, held)
-  for sequence, (root, end) in zip(held, ends, strict=True):
-    slot, tokens = sequence.slot, _tail(state, sequence)
-    hashes.root[slot], hashes.chain[slot] = root.key, end.key
+  for sequence, (root, last_node) in zip(held, ends, strict=True):
+    slot = sequence.slot
+    tokens = _tail(state, sequence)
+    hashes.root[slot] = root.key
+    hashes.chain[slot] = last_node.key
     hashes.tail[slot, : len(tokens)] = tokens
     if by_prompt:
       hashes.prompt_length[slot] = sequence.prompt_length
@@ -61,8 +63,9 @@ def check(
     num_host_tokens: by slot, the tokens that the manager had published.
   """
   ends = _chain_ends(state, keys, sequences)
-  for held, (root, end) in zip(sequences, ends, strict=True):
-    slot, count = held.slot, num_host_tokens.get(held.slot)
+  for held, (root, last_node) in zip(sequences, ends, strict=True):
+    slot = held.slot
+    count = num_host_tokens.get(slot)
     tail = _tail(state, held, count).tolist()
     if tuple(hashes.root[slot].tolist()) != root.key:
       salt = state.root_of(read(held)).tokens
@@ -72,12 +75,12 @@ def check(
         "jaxkv.admit."
       )
     chain = tuple(hashes.chain[slot].tolist())
-    if chain != end.key:
+    if chain != last_node.key:
       # The loop may have replaced tokens that the old nodes cover.
       held.nodes = []
       held.nodes = more_nodes(state, held, read(held, count), held.length)
-      end = _chain_ends(state, keys, [held])[0][1]
-    is_same = chain == end.key
+      last_node = _chain_ends(state, keys, [held])[0][1]
+    is_same = chain == last_node.key
     if not is_same or tail != hashes.tail[slot, : len(tail)].tolist():
       raise ValueError(
         f"`token_ids` of {held.request_id!r} must begin with the tokens that "
@@ -92,7 +95,8 @@ def _chain_ends(
   """Returns the nodes of `SlotHashes.root` and `chain`; computes their keys."""
   # `SlotHashes.chain` covers the tokens up to the last multiple of
   # `CacheConfig.alignment`, and `SlotHashes.tail` has the tokens after it.
-  config, ends = state.config, []
+  config = state.config
+  ends = []
   for sequence in held:
     root = sequence.root
     assert root is not None
@@ -112,12 +116,12 @@ def _tail(
 ) -> np.ndarray:
   """Returns a sequence's `SlotHashes.tail`: masked tokens, without padding."""
   # Nodes have only the tokens of full pages, so the request is read.
-  config, stop = state.config, held.length
-  begin = aligned(config, stop)
-  if begin == stop:
+  config = state.config
+  start = aligned(config, held.length)
+  if start == held.length:
     return np.zeros((0,), np.int32)
   fields = read(held, num_host_tokens)
-  tokens = content(fields, begin, stop, config.page_size, state.secret)
+  tokens = content(fields, start, held.length, config.page_size, state.secret)
   return np.frombuffer(tokens, "<i4")
 
 

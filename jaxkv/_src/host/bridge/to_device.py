@@ -42,10 +42,13 @@ def to_device(state: HostState) -> CacheState:
       "`take_moves` must be called before `state` is read, got "
       f"{len(saved.moves)} moves that were not taken; perform them first."
     )
-  config, held, keys = state.config, state.all_held(), state.device_keys
+  config = state.config
+  held = state.all_held()
+  keys = state.device_keys
   rows = config.num_slots, config.num_groups
   table = np.full((*rows, config.pages_per_slot), config.no_page, np.int32)
-  num_pages, skipped = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+  num_pages = np.zeros(rows, np.int32)
+  skipped = np.zeros(rows, np.int32)
   length = np.zeros(rows[:1], np.int32)
   # Removed requests keep their slots until their pages are freed.
   for sequence in held:
@@ -83,7 +86,9 @@ def _words(numbers: int | Sequence[int]) -> Any:
 
 
 def _pool(state: HostState) -> PoolState:
-  pool, config, arrays = state.pool, state.config, state.index_arrays
+  pool = state.pool
+  config = state.config
+  arrays = state.index_arrays
   make: Any = PoolState
   return make(
     unhashed_first=pool.unhashed_first,

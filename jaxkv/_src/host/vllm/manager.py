@@ -344,8 +344,7 @@ class KVCacheManager:
     returned group by group; pass them to `free_blocks` in reverse order.
     """
     self._hashes.forget(request.request_id)
-    pages = self._manager.pages.detach(request)
-    return self.block_pool.blocks_of(pages)
+    return self.block_pool.blocks_of(self._manager.pages.detach(request))
 
   def remove_skipped_blocks(
     self,

@@ -139,8 +139,7 @@ def _attend_tree(
     keys, values = (None if x is None else tree.paths(x, level) for x in (k, v))
     assert keys is not None
     rows = queries.reshape(-1, *queries.shape[2:])
-    starts = tree.starts[level].ravel()
-    out = _attend(rows, keys, values, starts, **options)
+    out = _attend(rows, keys, values, tree.starts[level].ravel(), **options)
     outs.append(out.reshape(*queries.shape[:3], *out.shape[2:]))
   return tree.join(outs)
 

@@ -221,8 +221,7 @@ class UncachedKV:
     keys = jnp.concatenate([keys, jnp.broadcast_to(rotated, shape)], axis=-1)
     query = (inputs.plain_query, inputs.rotated_query)
     query = jnp.concatenate(query, axis=-1)
-    scale = scale_of(mixer.kind)
-    return self.attend(query, keys, values, scale=scale), pools
+    return self.attend(query, keys, values, scale=scale_of(mixer.kind)), pools
 
   def recurrent(
     self,

@@ -6,7 +6,7 @@ pattern R times (see `groups`). "layers" is a tuple with one entry per segment,
 and an entry is a tuple with one dict per layer of the pattern. All arrays of a
 dict have a leading axis of R repeats, so that a scan can slice them. The
 tables omit this axis. `description` defines the letters, and `delta_net` those
-of `DeltaNet`. A word in a shape names a field: latent stands for `latent_dim`.
+of `DeltaNet`. A word in a shape names a field: latent is `latent_dim`.
 
 | name                       | of `Attention`                                  |
 |----------------------------|-------------------------------------------------|

@@ -76,8 +76,7 @@ class Tree:
     """
     count = self.branches[level]
     num_columns = sum(self.widths[: level + 1])
-    dims = x.shape[2:]
-    path = jnp.zeros((x.shape[0] * count, num_columns, *dims), x.dtype)
+    path = jnp.zeros((x.shape[0] * count, num_columns, *x.shape[2:]), x.dtype)
     put = jax.vmap(
       lambda path, part, start: jax.lax.dynamic_update_slice_in_dim(
         path, part, start, 0

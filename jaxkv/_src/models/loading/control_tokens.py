@@ -16,7 +16,7 @@ def control_tokens(core: Any, literals: str) -> list[str]:
   """Returns the control tokens of a `tokenizers.Tokenizer`, the longest first.
 
   These are its special tokens, and added tokens that `literals` has, the text
-  of the chat template. White space is no control token.
+  of the chat template. White space is not a control token.
   """
   added = core.get_added_tokens_decoder().values()
   names = {

@@ -59,8 +59,7 @@ def open_folder(folder: pathlib.Path) -> Tensors:
 
 
 def _indexed(folder: pathlib.Path) -> Tensors:
-  index = json_object(folder / _INDEX)
-  file_of_tensor = index.get("weight_map")
+  file_of_tensor = json_object(folder / _INDEX).get("weight_map")
   if not isinstance(file_of_tensor, dict) or not all(
     isinstance(file, str) for file in file_of_tensor.values()
   ):

@@ -64,7 +64,7 @@ class Tokenizer:
         after a text. Special tokens within the text are always recognized.
 
     Raises:
-      ValueError: the text has half of a surrogate pair, which is no character.
+      ValueError: the text has an unpaired surrogate.
     """
     _check_unicode(text)
     encoded = self.core.encode(text, add_special_tokens=special)
@@ -127,7 +127,7 @@ class Tokenizer:
       tools: see `chat`.
       documents: see `chat`.
       sanitize: True to encode control tokens, such as "<|im_end|>", as plain
-        text where they stand in messages, tools, documents or variables. Only
+        text where they occur in messages, tools, documents or variables. Only
         those that the template writes become tokens. Otherwise, the author of a
         message can end it and write others. Control tokens are the special
         tokens, and added tokens that the template has. A template that joins

@@ -76,8 +76,7 @@ def cascade_decode(
 
   def merge_prefix(suffix):
     parts = _parts(shared, call, module, choose.target(backend, q, k_pages))
-    prefix = _prefix_states(parts, call, module)
-    pairs = zip(suffix, prefix, strict=True)
+    pairs = zip(suffix, _prefix_states(parts, call, module), strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
   # On a CPU, a branch costs less than an empty pass and a merge. On other

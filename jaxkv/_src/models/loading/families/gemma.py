@@ -30,8 +30,7 @@ def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
     rope_config.rope_table(config, _FIXED_BASE), config, dim
   )
   config.ignore("use_bidirectional_attention")
-  windows = _windows(config, 2)
-  return _map(config, dtype, windows=windows, local=rope, full=rope)
+  return _map(config, dtype, windows=_windows(config, 2), local=rope, full=rope)
 
 
 def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:

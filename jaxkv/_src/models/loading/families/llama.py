@@ -48,8 +48,7 @@ def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
   config.only("use_mrope", False)
   # Qwen2 always has biases of queries, keys and values, so there is no key.
   attention = _attention(config, biased=True)
-  windows = _later_windows(config)
-  return _map(config, dtype, attention, windows, _mlps(config))
+  return _map(config, dtype, attention, _later_windows(config), _mlps(config))
 
 
 def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
@@ -58,8 +57,7 @@ def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
   )
-  windows = _later_windows(config)
-  return _map(config, dtype, attention, windows, _mlps(config))
+  return _map(config, dtype, attention, _later_windows(config), _mlps(config))
 
 
 def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:

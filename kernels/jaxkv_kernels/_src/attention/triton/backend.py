@@ -259,5 +259,4 @@ def _merge(
     l = l + jnp.exp2(sinks - m)
   divisor = jnp.where(l == 0, jnp.float32(1), l)
   out = jnp.sum(parts * (weights / divisor[None])[..., None], axis=0)
-  lse = online_softmax.log_sum_exp(m, l)
-  return out, jnp.where(is_query, lse, -jnp.inf)
+  return out, jnp.where(is_query, online_softmax.log_sum_exp(m, l), -jnp.inf)
