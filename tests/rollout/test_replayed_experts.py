@@ -120,7 +120,8 @@ def test_experts_under_which_a_token_was_sampled_are_kept():
   )
   cache, _ = jaxkv.allocate(state.memory.cache, [5, 5])
   cache, _ = jaxkv.commit(cache, [[1] * 5] * 2, [5, 5])
-  kv, expert_ids = state.memory.kv
+  pools: Any = state.memory.kv
+  kv, expert_ids = pools
   expert_ids = dataclasses.replace(
     expert_ids, values=jnp.full_like(expert_ids.values, 9)
   )
