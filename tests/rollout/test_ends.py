@@ -93,6 +93,7 @@ def test_no_draft_exceeds_the_limit():
   assert kinds == {"decode"}
 
 
+@pytest.mark.slow
 def test_dropped_sequence_has_its_first_limit():
   """The limit is three tokens again, not the one token of the second turn."""
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)

@@ -40,7 +40,7 @@ _OPTIONS = rollout.RolloutConfig(
 def _begun(model: models.Decoder, prompts: jax.Array, lengths: jax.Array):
   sizes = jaxkv.CacheConfig(
     # Few pages: sequences are preempted and resume.
-    num_pages=3 + 5 * len(model.layers),
+    num_pages=9 + 4 * len(model.layers),
     page_size=_PAGE,
     num_slots=3,
     pages_per_slot=10,

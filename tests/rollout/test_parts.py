@@ -113,7 +113,6 @@ def _drafts_of(state):
   )
 
 
-@pytest.mark.fast
 def test_drafts_continue_repeated_ngrams():
   """Drafts are the tokens that followed the same two tokens before.
 

@@ -57,7 +57,6 @@ class TestGroups:
     assert not np.any(scored.computed_tokens)
     assert pages_held(state) == 0
 
-  @pytest.mark.fast
   def test_groups_without_samples(self):
     """Groups without samples, as of `grouped`, are OK and compute nothing."""
     groups = GROUPS._replace(prompt_lengths=np.asarray([12, 1, 0], np.int32))

@@ -187,9 +187,7 @@ def _assert_all(state, temperature):
   rollout.check(state)
 
 
-@pytest.mark.fast
 @slow_except("pages", [100, 22, 30], 22)
-@slow_except("temperature", [0.0, 1.0], 1.0)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
   ("slots", "pages"),
