@@ -12,7 +12,6 @@ from tests.cache.by_hand import without
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.fast
 class TestFullAttention:
   @pytest.mark.parametrize(
     ("evicted", "tokens"),

@@ -23,7 +23,6 @@ _FAMILIES = [
 _DTYPES = [jnp.float32, pytest.param(jnp.bfloat16, marks=_deep)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda x: np.dtype(x).name)
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_chunks_pages_and_neighbours_change_no_bit(name, dtype):
@@ -141,7 +140,7 @@ def _products(lowered):
 
 
 @pytest.mark.fast
-@slow_except("name", families.NAMES, "llama", "gemma")
+@slow_except("name", families.NAMES, "llama")
 @pytest.mark.parametrize("name", families.NAMES)
 def test_all_programs_have_products_of_the_same_shapes(name):
   """So they agree wherever a product depends on its shapes alone."""

@@ -150,6 +150,7 @@ def test_tokens_outside_the_vocabulary_give_nan(config, wrong):
   assert not log_probs[1:].any()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
@@ -170,6 +171,7 @@ def test_wrong_shapes_are_refused(changes, message):
     _run(changes)
 
 
+@pytest.mark.fast
 def test_float_tokens_are_refused():
   with pytest.raises(TypeError, match="`completions` must hold integers"):
     _run({2: _arguments()[2] * 1.0})

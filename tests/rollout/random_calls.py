@@ -450,19 +450,21 @@ class Calls:
         f"after {name} {seq_id} has experts {experts}, of {minimum} at least",
       )
       seq.ran = ran
-      # Before the end, experts may be those of older weights.
-      versions = [seq.drawn[-1]] if whole else range(self.version + 1)
       where = np.asarray(seq.tokens[:ran], int), np.arange(ran), seq.adapter
-      expected = [_experts(self._weights[x], *where) for x in versions]
-      right = np.any(np.asarray(expected) == experts[:ran], axis=0)
-      message = f"after {name} {seq_id} has experts {experts}, not {expected}"
-      self._check(bool(np.all(right)), message)
+      expected = np.stack([_experts(x, *where) for x in self._weights])
+      # Before the end, experts may be those of older weights; then, they are
+      # those of the next token's log-prob, or of the last weights.
+      if whole:
+        drawn = np.asarray(seq.drawn[1:])
+        versions = np.where(drawn < 0, drawn[-1], drawn)
+        expected = expected[versions, np.arange(ran)][None]
+      holds = bool(np.all(np.any(expected == experts[:ran], axis=0)))
+      self._check(holds, f"{seq_id} after {name}: {experts}, not {expected}")
 
   def _check_draw(self, seq_id: int, seq: Sequence, token: int) -> None:
     """Checks a draw: one uniform selects a block of four, another the token."""
     table = self._weights[self.version].astype(np.float64)
-    x = table[seq.tokens] * _SCALES[seq.adapter]
-    x = x + _POSITIONS[: len(x)]
+    x = table[seq.tokens] * _SCALES[seq.adapter] + _POSITIONS[: len(seq.tokens)]
     scores = x @ x[-1] / _WIDTH**0.5
     weights = np.exp(scores - scores.max())
     logits = table @ (weights @ x / weights.sum()) / self._temperature
@@ -470,10 +472,9 @@ class Calls:
     chances /= chances.sum()
     uniforms = _uniforms(self._key, seq_id, len(seq.tokens) - seq.prompt)
     sums = np.add.reduceat(chances, np.arange(0, _VOCABULARY, 4))
-    block = token // 4
+    block, index = divmod(token, 4)
     low, high = sums[:block].sum(), sums[: block + 1].sum()
     block_chances = chances[4 * block : 4 * block + 4] / sums[block]
-    index = token % 4
     tolerance = 1e-5  # Float32 sums in another order.
     self._check(
       low - tolerance <= uniforms[0] <= high + tolerance
@@ -486,7 +487,6 @@ class Calls:
 
 @jax.jit
 def run(params, state, until):
-  """Runs the model of this file."""
   return rollout.generate(params, state, until, model=model)
 
 

@@ -49,6 +49,7 @@ def test_scores_after_prompts_of_one_token():
       )
 
 
+@pytest.mark.slow
 def test_log_probs_of_prompts():
   config = rollout.RolloutConfig(
     max_new_tokens=5,

@@ -5,15 +5,16 @@ import pytest
 import jaxkv
 from tests.rollout.moving_calls import MovingCalls
 from tests.rollout.random_calls import Calls
+from tests.tools.tiers import slow_except
 
 _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
 
 
-@pytest.mark.slow
+@slow_except("drafts", [0, 3], 0)
 @pytest.mark.parametrize(
   ("drafts", "decode_steps"),
   [
-    pytest.param(0, 1, marks=pytest.mark.deep),
+    (0, 1),
     (3, 1),
     pytest.param(0, 3, marks=pytest.mark.deep),
   ],
