@@ -50,8 +50,8 @@ _MAX_SHARES = {
   _LIBRARY: {
     "summaries": 0.005,
     "nameless": 0.005,
-    "unitless": 0.04,
-    "packed": 0.03,
+    "unitless": 0.025,
+    "packed": 0.015,
   },
   _TESTS: {
     "summaries": 0.005,
