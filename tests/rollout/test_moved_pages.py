@@ -7,7 +7,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.transfer.exported import fingerprint_of
+from jaxkv._src.transfer.import_rules import fingerprint_of
 from tests.rollout import by_hand
 
 _CONFIG = rollout.RolloutConfig(
