@@ -79,7 +79,7 @@ _LOOP = {
   ),
   "steps of earlier calls count": (
     "generate:goes_on",
-    given(begin=lambda g: g.begin * 0),
+    given(first_step=lambda g: g.first_step * 0),
     _BY_HAND + "test_younger_of_equal_sequences_is_preempted",
   ),
   "failed sequences never ended": (
@@ -144,7 +144,7 @@ _OF_TRANSFER = {
     _EXPORT + "test_moved_sequences_change_no_token",
   ),
   "pages of all secrets are used": (
-    "exported:fingerprint_of",
+    "import_rules:fingerprint_of",
     returned(lambda out, g: out * 0),
     _EXPORT + "test_pages_of_other_secrets_and_versions_are_recomputed",
   ),

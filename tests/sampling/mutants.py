@@ -69,7 +69,7 @@ _SETTINGS = {
   ),
   "rows without a sequence have that of the last": (
     "settings:rows",
-    given(numbers=lambda g: jnp.clip(g.numbers, 0, 2)),
+    given(sequences=lambda g: jnp.clip(g.sequences, 0, 2)),
     "sampling/test_settings.py::TestRows",
   ),
 }
@@ -91,17 +91,17 @@ _DRAWS = {
     _MIXED,
   ),
   "all draws of a sequence are one": (
-    "sample:draw",
+    "sample:sample_tokens",
     given(counts=lambda g: g.counts * 0),
     _SEQUENCES,
   ),
   "a draw depends on the place in the batch": (
-    "sample:draw",
+    "sample:sample_tokens",
     given(keys=lambda g: g.keys[::-1]),
     _SEQUENCES,
   ),
   "log-probabilities of another temperature": (
-    "sample:draw",
+    "sample:sample_tokens",
     returned(_at_temperature_1),
     _MIXED,
   ),
@@ -111,7 +111,7 @@ _DRAWS = {
     _MIXED,
   ),
   "the model's own distribution is the changed one": (
-    "sample:draw",
+    "sample:sample_tokens",
     given(raw_logits=lambda g: None),
     "sampling/test_sample.py::TestTheModelsOwn",
   ),
