@@ -124,8 +124,8 @@ def turn(state, request):
   state, _ = jaxkv.free(state, slots=SLOT)
   buckets = state.pool.index.buckets
   on_device = jnp.sum((buckets > 0) & (buckets < state.config.num_pages))
-  is_offloaded = jnp.sum(buckets > state.config.num_pages)
-  return state, (out.num_cached_tokens[0], on_device, is_offloaded)
+  num_offloaded = jnp.sum(buckets > state.config.num_pages)
+  return state, (out.num_cached_tokens[0], on_device, num_offloaded)
 
 
 @functools.partial(jax.jit, static_argnums=0)

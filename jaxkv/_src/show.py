@@ -402,15 +402,32 @@ def _cell(cell: _Cell, scale: float) -> list[str]:
   edge = _INK if look.face == "none" else look.face
   radius = 0.16 * min(width, height)
   parts = [
-    _rectangle(x, cell.y + gap, width, height, radius, scale, look.face, edge)
+    _rectangle(
+      x,
+      cell.y + gap,
+      width,
+      height,
+      radius=radius,
+      scale=scale,
+      face=look.face,
+      edge=edge,
+    )
   ]
   if cell.filled < 1 and cell.kind != "null":
-    bar = x + 0.12 * width, cell.y + 0.76
-    length = 0.76 * width
-    parts.append(_rectangle(*bar, length, 0.1, 0.05, scale, _BAR))
-    if cell.filled > 0:
-      length *= cell.filled
-      parts.append(_rectangle(*bar, length, 0.1, 0.05, scale, _LIGHT))
+    lengths = {_BAR: 0.76 * width, _LIGHT: 0.76 * width * cell.filled}
+    parts += [
+      _rectangle(
+        x + 0.12 * width,
+        cell.y + 0.76,
+        length,
+        0.1,
+        radius=0.05,
+        scale=scale,
+        face=face,
+      )
+      for face, length in lengths.items()
+      if length > 0
+    ]
   if cell.dot:
     inset = 0.2 * cell.height
     parts.append(
@@ -426,6 +443,7 @@ def _rectangle(
   y: float,
   width: float,
   height: float,
+  *,
   radius: float,
   scale: float,
   face: str,

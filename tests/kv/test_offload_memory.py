@@ -195,7 +195,7 @@ def test_moves_are_in_place_on_a_tpu(target):
   )
   mesh = ahead_of_time.mesh_of(target, "device", 1)
   on_device = NamedSharding(mesh, P())
-  is_offloaded = NamedSharding(mesh, P(), memory_kind="pinned_host")
+  host_sharding = NamedSharding(mesh, P(), memory_kind="pinned_host")
 
   def placed(tree, where):
     return jax.tree.map(
@@ -226,7 +226,7 @@ def test_moves_are_in_place_on_a_tpu(target):
   shardings = jax.tree.map(lambda _: on_device, kv)
   host_shardings = dataclasses.replace(
     jax.tree.map(lambda _: on_device, offload),
-    pages=jax.tree.map(lambda _: is_offloaded, offload.pages),
+    pages=jax.tree.map(lambda _: host_sharding, offload.pages),
   )
   program = jax.jit(
     run, donate_argnums=(0, 1), out_shardings=(shardings, host_shardings)

@@ -139,9 +139,8 @@ def init(
       cache, or lacks a pool; a recurrent group is combined with `draft_tokens`;
       or the longest sequence exceeds a slot or the pool. If lengths or the
       version are traced and invalid, the sequences fail instead, see
-      `queue.code`. A traced cache
-      is not checked for slots in use: if all are, no sequence can run, and
-      `generate` returns only at a limit of steps.
+      `queue.code`. A traced cache is not checked for slots in use: if all are,
+      no sequence can run, and `generate` returns only at a limit of steps.
   """
   _check_key(key)
   check_config(config)

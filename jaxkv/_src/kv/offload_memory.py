@@ -161,7 +161,7 @@ def move(
     The pages on the device and the offloaded pages.
 
   Raises:
-    ValueError: `offload` was made for other pages, or is not in offload memory.
+    ValueError: `offload` was made for other pages, or is not in host memory.
 
   Examples:
     >>> import jaxkv
