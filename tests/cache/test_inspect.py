@@ -36,7 +36,7 @@ def test_statistics_count_from_the_start():
 
 
 def test_a_reading_outlives_a_donated_state():
-  state = tiny()
+  state = write(tiny(), 1, 8, 9)
   old_stats = jaxkv.stats(state)
   donating = jax.jit(jaxkv.allocate, donate_argnums=0)
   state, _ = donating(state, ints(3, 0, 0))

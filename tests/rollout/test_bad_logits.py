@@ -12,6 +12,7 @@ import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from tests.rollout import by_hand
 
 _VOCABULARY, _WIDTH, _PAGE, _BAD = 16, 4, 2, 9
 _WINDOWS = (None, 4)
@@ -94,7 +95,12 @@ def _rollout(
   )
 
 
-_generate = jax.jit(functools.partial(rollout.generate, model=_model))
+_program = jax.jit(functools.partial(rollout.generate, model=_model))
+
+
+def _generate(params, state, num_steps=by_hand.NO_LIMIT):
+  """Calls `generate` with a limit, so that one program serves all tests."""
+  return _program(params, state, rollout.Until(steps=jnp.int32(num_steps)))
 
 
 def _statuses(state: rollout.RolloutState) -> list[int]:
@@ -152,7 +158,7 @@ def test_pages_of_an_aborted_prompt_fail_one_sequence_only():
   """The next sequence finds its offloaded pages, and fails."""
   prompt = [*_COMMON, 1, 2, 3, 4]
   state = _rollout(_memory(), [prompt], num_samples=1)
-  state = _generate(_ALL_BAD, state, rollout.Until(steps=2))
+  state = _generate(_ALL_BAD, state, num_steps=2)
   state, _ = rollout.abort(state, state.queue.ids)
   assert _num_cached(state.memory.cache) > 0
   prompts = [[n, *range(12)] for n in range(4)]

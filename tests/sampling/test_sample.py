@@ -74,7 +74,8 @@ class TestDraws:
     keys = _keys(6)
     counts = jnp.arange(6, dtype=jnp.int32)
     tokens, _ = _sample(1.0, logits, counts, keys)
-    order = jnp.asarray([4, 0, 5])
+    # As many rows, so that one program serves all calls.
+    order = jnp.asarray([4, 0, 5, 2, 2, 1])
     moved_tokens, _ = _sample(1.0, logits[order], counts[order], keys[order])
     assert moved_tokens.tolist() == tokens[order].tolist()
     later_tokens, _ = _sample(1.0, logits, counts + 1, keys)

@@ -1,5 +1,6 @@
 """Draws tokens at one temperature, and returns their distributions."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxkv._src.sampling import reductions
@@ -7,6 +8,7 @@ from jaxkv._src.sampling import sample as sample_module
 from jaxkv._src.sampling.settings import Sampling
 
 
+@jax.jit
 def sample(keys, counts, logits, temperature):
   """Draws a token for every row; returns tokens and log-probs, [B] each."""
   temperature = jnp.broadcast_to(temperature, keys.shape)

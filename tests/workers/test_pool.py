@@ -153,6 +153,26 @@ class TestStream:
     pool.close(timeout=0)
     assert is_killed.is_set()
 
+  def test_a_call_that_ends_in_time_is_not_interrupted(self):
+    has_begun, was_closed = threading.Event(), threading.Event()
+    results = []
+
+    class Waits(StubWorker):
+      def advance(self):
+        has_begun.set()
+        # Only `close` sets it while the call runs.
+        results.append(was_closed.wait(0.5))
+        return super().advance()
+
+      def close(self):
+        was_closed.set()
+
+    pool = workers.Pool(lambda _: Waits(), 1, config=CONFIG)
+    pool.submit(requests_of(random_prompts(1)))
+    has_begun.wait()
+    pool.close()
+    assert results == [False] and was_closed.is_set()
+
   def test_too_many_prompts_wait_outside(self):
     is_open = threading.Event()
 
