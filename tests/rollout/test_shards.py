@@ -182,6 +182,31 @@ class TestRebalance:
 
 
 class TestPrompts:
+  def test_submitted_prompts_get_ids_and_codes(self):
+    """Refused prompts take no row, so valid ones find all that are empty."""
+    names, axes = _names_of(np.asarray([2, 2, 2, 2])), axes_of(data=2)
+    batch = names["requests"]
+    # Each shard has one sequence and one empty row.
+    begun = dataclasses.replace(batch, num_samples=[1, 0, 0, 1])
+    state = recipes.begun_on(names | {"requests": begun}, axes)
+    assert state.queue.ids.reshape(-1).tolist()[::3] == [0, 3]
+    bad_length, bad_id, full, ok = (
+      jaxkv.Status.BAD_LENGTH,
+      jaxkv.Status.BAD_SEQUENCE,
+      jaxkv.Status.QUEUE_FULL,
+      jaxkv.Status.OK,
+    )
+    lengths = np.asarray([0, 3, 3, 3])
+    bad = dataclasses.replace(batch, lengths=lengths)
+    _, out = sharding.submit(state, bad, axes=axes)
+    assert out.code.tolist() == [bad_length, ok, ok, full]
+    assert out.ids.tolist() == [-1, 4, 5, -1]
+    _, out = sharding.submit(state, bad, axes=axes, ids=[9, 9, 3, 7])
+    assert out.code.tolist() == [bad_length, ok, bad_id, ok]
+    state, out = sharding.submit(state, batch, axes=axes, ids=[9, 0, 9, 8])
+    assert out.code.tolist() == [ok, bad_id, bad_id, ok]
+    assert sorted(state.queue.ids.reshape(-1).tolist()) == [0, 3, 8, 9]
+
   @pytest.mark.slow
   def test_submit_and_harvest(self):
     """A stream of prompts: ids are unique, and the idle shards get them."""
