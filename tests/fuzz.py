@@ -273,14 +273,7 @@ def main(arguments: list[str]) -> int:
   )
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--config", choices=sorted(SETUPS))
-  parser.add_argument(
-    "--against",
-    choices=("host", "reference"),
-    default="host",
-    help="what is tested; reference: the model itself, to try the traces",
-  )
   options = parser.parse_args(arguments)
-  factory = host() if options.against == "host" else REFERENCE
   names = [options.config] if options.config else list(SETUPS)
   setups = [SETUPS[name] for name in names]
   setups = [setup for setup in setups if options.policy in setup.policies]
@@ -291,7 +284,7 @@ def main(arguments: list[str]) -> int:
   num_operations = 0
   for setup in setups:
     try:
-      counts = run(setup, options.policy, options.seed, share, factory)
+      counts = run(setup, options.policy, options.seed, share, host())
     except Mismatch as mismatch:
       print(mismatch, flush=True)
       return 1

@@ -121,18 +121,6 @@ class TestDefinition:
         key = python_permutation(mixed)
         assert tuple(int(word) for word in keys[row, column]) == key
 
-  def test_chain_in_two_parts_is_the_chain(self):
-    rng = np.random.default_rng(1)
-    previous = jnp.asarray(rng.integers(0, 2**32, (3, 4), dtype=np.uint32))
-    pages = jnp.asarray(rng.integers(0, 2**32, (3, 6, 4), dtype=np.uint32))
-    whole = hashing.chain_keys(previous, pages)
-    first_keys = hashing.chain_keys(previous, pages[:, :2])
-    second_keys = hashing.chain_keys(first_keys[:, -1], pages[:, 2:])
-    np.testing.assert_array_equal(
-      np.asarray(whole),
-      np.concatenate([np.asarray(first_keys), np.asarray(second_keys)], axis=1),
-    )
-
 
 # --- quality ----------------------------------------------------------------
 
@@ -382,18 +370,6 @@ class TestAdversary:
     hit = jaxkv.match(state, asked, jnp.full((4,), 17, jnp.int32))
     jaxkv.check(state)
     return hit.num_cached_tokens.tolist()
-
-  @pytest.mark.slow
-  def test_published_page_of_the_old_key(self):
-    """Made for a key that was public: nothing to who does not have ours."""
-    pages = np.array(
-      [
-        [11, 22, 33, 44, 55, 66, 77, 88],
-        [1, 2, 3, 4, -475144964, 899347905, 807740251, 1181671409],
-      ]
-    )
-    for first_row in (0, 1):
-      assert self.served(None, pages, first_row) == [16, 16, 8, 8]
 
   def test_ten_thousand_collisions_of_another_key(self):
     """No two of them are equal under this key, in any bit but by chance."""

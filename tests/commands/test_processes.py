@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal as signals
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.commands import processes
+from tests.rollout.started import free_port
 from tests.rollout.started import wait
 
 _SECONDS = 300
@@ -81,9 +81,7 @@ def test_a_service_that_is_gone_is_an_error():
 @pytest.mark.deep
 def test_a_process_may_have_more_work_than_another():
   """Collectives on CPUs fail after 30 s."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
+  address = f"localhost:{free_port()}"
   program = "; ".join(
     [
       "import sys, time",
@@ -122,9 +120,7 @@ def _run(words, **environment):
 
 
 def _all_started(folder, count, *words):
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
+  address = f"localhost:{free_port()}"
   return [
     _started(folder, "--processes", f"{address},{count},{index}", *words)
     for index in range(count)

@@ -2,8 +2,7 @@
 
 Each step runs on a manager, either as a host call or as verbs on its device
 state, which the manager then takes back. A second cache can make the same steps
-with verbs alone, without ever leaving the device: both must agree. A shadow
-memory knows the tokens whose K/V each page holds: requests must find theirs.
+with verbs alone, without ever leaving the device: both must agree.
 """
 
 import random
@@ -34,12 +33,9 @@ class Walk:
     device_state: the state of the second cache; None for a walk without it.
     requests: the requests that hold pages, by slot.
     num_switches: changes between host and device.
-    num_hits: tokens that were found.
   """
 
-  def __init__(
-    self, setup: Setup, policy: str, seed: int, *, on_host=0.5, is_paired=True
-  ):
+  def __init__(self, setup: Setup, policy: str, seed: int, is_paired=True):
     key = np.arange(4, dtype=np.uint32) + np.uint32(seed)
     arguments = setup.arguments(policy)
     arguments.pop("watermark", None)
@@ -49,16 +45,14 @@ class Walk:
     if is_paired:
       self.device_state = jaxkv.init(self.config, jnp.asarray(key))
     self.requests: dict[int, Request] = {}
-    self.num_switches = self.num_hits = self._count = 0
-    self._on_host = on_host
+    self.num_switches = self._count = 0
     self._longest = setup.max_model_len
     self._pinned: list[int] = []
     self._draws = random.Random(seed)
     self._finished = [self._tokens(self._longest)]
-    self._shadow = ShadowPages(self.config)
 
   def step(self) -> str:
-    """Makes one step and checks the pages; returns the name of the step."""
+    """Makes one step; returns its name."""
     full = len(self.requests) == _SLOTS
     moves = {
       self._admit: 0 if full else 4,
@@ -75,8 +69,6 @@ class Walk:
     # Else the manager would refuse hits on states of the current step.
     self.manager.new_step_starts()
     move()
-    for request in self.requests.values():
-      self._shadow.check(self.manager, request)
     return move.__name__
 
   def _make(
@@ -84,28 +76,22 @@ class Walk:
     verbs: list[Verb],
     call: Callable[[], bool] | None = None,
     request: tuple[int, Request] | None = None,
-  ) -> Any:
+  ) -> None:
     """Makes a change as a host call, or by verbs until one of them fails.
 
     Args:
       verbs: the verbs.
       call: the host call, True if it succeeded; None if there is none.
       request: the slot that the verbs fill, and its request.
-
-    Returns:
-      The result of the last verb; None after a host call, or if a verb failed.
     """
-    out = None
-    if call is not None and self._draws.random() < self._on_host:
+    moves = None
+    if call is not None and self._draws.random() < 0.5:
       ok = call()
       if self.config.offload_pages:
-        self._shadow.move(self.manager.take_moves())
+        moves = move_rows(self.manager.take_moves())
     else:
       self.num_switches += 2
-      state, ok, outs = _run(self.manager.state, verbs)
-      out = outs[-1]
-      for result in outs if self.config.offload_pages else ():
-        self._shadow.move(result.moves)
+      state, ok, _ = _run(self.manager.state, verbs)
       names = dict([request]) if request and ok else {}
       released = self.manager.take(state, names)
       missing_names = {req.request_id for req in self.requests.values()} - set(
@@ -115,9 +101,9 @@ class Walk:
     if self.device_state is not None:
       self.device_state, device_ok, outs = _run(self.device_state, verbs)
       assert ok == device_ok
-      out = outs[-1]
+      if moves is not None:
+        assert moves == [row for x in outs for row in move_rows(x.moves)]
     self._ok = ok
-    return out if ok else None
 
   def _tokens(self, count: int) -> list[int]:
     return [self._draws.randrange(_VOCABULARY) for _ in range(count)]
@@ -163,11 +149,9 @@ class Walk:
     )
     if not self._ok:
       return
-    self.num_hits += num_hit
     request.num_computed_tokens = length
     request.status = "running"
     self.requests[slot] = request
-    self._shadow.write(self.manager, request, num_hit)
 
   def _decode(self) -> None:
     slot = self._draws.choice([*self.requests])
@@ -194,7 +178,6 @@ class Walk:
       del request.token_ids[old_length:]
       return
     request.num_computed_tokens += count
-    self._shadow.write(self.manager, request, old_length)
 
   def _free(self) -> None:
     slot = self._draws.choice([*self.requests])
@@ -219,25 +202,21 @@ class Walk:
       num_computed_tokens=parent.num_computed_tokens,
       status="running",
     )
-    out = self._make(
+    self._make(
       [lambda state: jaxkv.fork(state, [source], [target])],
       request=(target, child),
     )
     if self._ok:
       self.requests[target] = child
-      self._shadow.copy(out.copies)
 
   def _truncate(self) -> None:
     slot = self._draws.choice([*self.requests])
     request = self.requests[slot]
     length = self._draws.randint(1, request.num_tokens)
-    out = self._make(
-      [lambda state: jaxkv.truncate(state, [length], slots=[slot])]
-    )
+    self._make([lambda state: jaxkv.truncate(state, [length], slots=[slot])])
     if self._ok:
       del request.token_ids[length:]
       request.num_computed_tokens = length
-      self._shadow.copy(out.copies)
 
   def _cached(self) -> list[int]:
     return sorted(self.manager.cached_page_ids())
@@ -301,63 +280,6 @@ def _run(
       break
   state, _ = jaxkv.clear_error(state)
   return state, ok, outs
-
-
-class ShadowPages:
-  """The tokens whose K/V the pages hold, with all tokens before them.
-
-  Pages of states hold no K/V of tokens and are not followed.
-  """
-
-  def __init__(self, config: jaxkv.CacheConfig):
-    self._sizes = [
-      0 if group.holds_states else page_size
-      for group, page_size in zip(config.groups, config.page_sizes, strict=True)
-    ]
-    self._content: dict[int, dict[int, tuple[int, ...]]] = {}
-    self._on_host: dict[int, dict[int, tuple[int, ...]]] = {}
-
-  def write(self, manager: CacheManager, request: Request, start: int) -> None:
-    """Writes the K/V of a request's tokens from position `start` on."""
-    for page, row, stop_token in self._places(manager, request):
-      if stop_token > start:
-        rows = self._content.setdefault(page, {})
-        rows[row] = tuple(request.token_ids[:stop_token])
-
-  def check(self, manager: CacheManager, request: Request) -> None:
-    """Raises unless a request's pages hold its tokens."""
-    for page, row, stop_token in self._places(manager, request):
-      held_tokens = self._content.get(page, {}).get(row)
-      assert held_tokens == tuple(request.token_ids[:stop_token]), (
-        f"page {page} of {request.request_id}, token {stop_token - 1}"
-      )
-
-  def copy(self, copies: Any) -> None:
-    """Makes copies of pages; all sources are read before any is written."""
-    pairs = np.stack([copies.src, copies.dst]).T.tolist()
-    sources = [dict(self._content.get(src, {})) for src, _ in pairs]
-    for (src, dst), rows in zip(pairs, sources, strict=True):
-      if src in self._content:
-        self._content[dst] = rows
-
-  def move(self, moves: Any) -> None:
-    """Makes moves between the pages and those in offload memory, in order."""
-    for page, saved_to, restored_from in move_rows(moves):
-      returned = self._on_host.get(restored_from, {})
-      if saved_to != moves.NONE:
-        self._on_host[saved_to] = dict(self._content.get(page, {}))
-      if restored_from != moves.NONE:
-        self._content[page] = dict(returned)
-
-  def _places(self, manager: CacheManager, request: Request):
-    """Yields the page, the row in it and the end of each held token."""
-    tables = manager.get_page_ids(request.request_id)
-    for page_size, pages in zip(self._sizes, tables, strict=True):
-      for token in range(request.num_computed_tokens if page_size else 0):
-        column, row = divmod(token, page_size)
-        # The null page is behind a window.
-        if pages[column]:
-          yield pages[column], row, token + 1
 
 
 def differences(walk: Walk) -> list[str]:

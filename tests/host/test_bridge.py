@@ -76,22 +76,6 @@ def test_states_equal_those_of_a_cache_on_the_device(pair, pytestconfig):
   jaxkv.check(walk.manager.state)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("pair", _CONFIGURATIONS, ids="-".join)
-def test_pages_hold_the_tokens_of_their_readers(pair):
-  """Many host calls, few of them by verbs, over a shadow memory."""
-  walks = [
-    Walk(SETUPS[pair[0]], pair[1], seed, on_host=0.97, is_paired=False)
-    for seed in range(5)
-  ]
-  for walk in walks:
-    for _ in range(1000):
-      walk.step()
-    jaxkv.check(walk.manager.state)
-  caching = walks[0].config.prefix_caching
-  assert any(walk.num_hits for walk in walks) or not caching
-
-
 @pytest.mark.parametrize(
   "name",
   [

@@ -1,5 +1,6 @@
 """Bad calls of the host manager: an error that says which, and no change."""
 
+import numpy as np
 import pytest
 
 from jaxkv import ChunkedLocal
@@ -157,15 +158,6 @@ def test_hits_under_another_salt(cache, salt):
     cache.allocate_slots(other_req, 1, tokens, hit_pages)
 
 
-def test_a_hit_that_is_no_longer_cached(cache):
-  hit_pages, tokens = cache.get_computed_pages(request("b", range(100, 110)))
-  holder = request("c", range(500, 528))
-  admit(cache, holder)
-  cache.free(holder)
-  with unchanged(cache), pytest.raises(ValueError, match="'b'"):
-    cache.allocate_slots(request("b", range(100, 110)), 2, tokens, hit_pages)
-
-
 @pytest.mark.parametrize("computed", [-5, 9])
 def test_computed_tokens_of_a_newcomer(cache, computed):
   req = request("new", range(12), num_computed_tokens=computed)
@@ -174,7 +166,7 @@ def test_computed_tokens_of_a_newcomer(cache, computed):
     cache.allocate_slots(req, 6)
 
 
-@pytest.mark.parametrize("count", [1.5, "1", None])
+@pytest.mark.parametrize("count", [1.5, "1", None, True, np.bool_(True)])
 def test_counts_are_ints(cache, count):
   with unchanged(cache):
     with pytest.raises(TypeError, match="num_new_tokens"):
@@ -183,6 +175,11 @@ def test_counts_are_ints(cache, count):
       cache.step([running()], [count])
     with pytest.raises(TypeError, match="num_lookahead_tokens"):
       cache.step([running()], 1, count)
+    # The place of another argument in the reference systems.
+    with pytest.raises(TypeError, match="num_lookahead_tokens"):
+      cache.allocate_slots(NEW, 9, 0, None, count)
+    with pytest.raises(TypeError, match="num_external_computed_tokens"):
+      cache.allocate_slots(NEW, 9, num_external_computed_tokens=count)
 
 
 @pytest.mark.parametrize(

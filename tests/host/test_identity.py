@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import types
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,14 +15,11 @@ from jaxkv import FullAttention
 from jaxkv.host import CacheManager
 from jaxkv.host import MultimodalItem
 from jaxkv.host import Request
-from jaxkv.host.vllm import KVCacheManager
-from tests.host.esurge import requests
 from tests.host.scheduling import LONGEST
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
 from tests.host.scheduling import request
 from tests.host.scheduling import single
-from tests.host.vllm import stand_ins
 
 TOKENS = list(range(17))
 
@@ -39,6 +35,7 @@ def of_vllm(**fields):
   defaults = {
     "request_id": "again",
     "all_token_ids": TOKENS,
+    "num_tokens": len(TOKENS),
     "num_computed_tokens": 0,
     "lora_request": None,
     "mm_features": [],
@@ -69,24 +66,9 @@ OTHER_END = EMBEDS + np.eye(17, 3, -9, dtype=np.float32)
 def num_hit_tokens(cache, first_req, second_req):
   """Tokens of the second request that it finds after the first one ended."""
   first_req.request_id = "first"
-  admit(cache, Admitted(first_req))
+  admit(cache, first_req)
   cache.free(first_req)
   return cache.get_computed_pages(second_req)[1]
-
-
-class Admitted:
-  """Any request, with the length that `admit` asks for."""
-
-  def __init__(self, inner):
-    self.__dict__["inner"] = inner
-
-  def __getattr__(self, name):
-    if name == "num_tokens":
-      return len(getattr(self.inner, "all_token_ids", None) or TOKENS)
-    return getattr(self.inner, name)
-
-  def __setattr__(self, name, value):
-    setattr(self.inner, name, value)
 
 
 ADAPTER = {"lora_request": adapter()}
@@ -288,34 +270,11 @@ def test_events_have_the_tokens_of_requests():
 KEY = jaxkv.salt("the same for each manager")
 
 
-def small_pages(scheduler, page_size):
-  """A manager of pages of `page_size` tokens, for a scheduler."""
-  if scheduler == "host":
-    return CacheManager(
-      11, [FullAttention(page_size=page_size)], LONGEST, key=KEY
-    )
-  if scheduler == "esurge":
-    return requests.manager(requests.full(page_size=page_size), key=KEY)
-  spec = stand_ins.FullAttentionSpec(page_size)
-  config = stand_ins.Config(11, [stand_ins.Group(spec)])
-  # It takes no key, as vLLM's manager does not.
-  secret = np.asarray(KEY).tobytes()
-  with mock.patch("os.urandom", lambda _: secret):
-    return KVCacheManager(config, LONGEST, page_size, page_size)
-
-
-def image_request(scheduler, identifier, name, tokens):
-  """A request whose second token is a placeholder of an image."""
-  position = requests.Place(1, 1)
-  if scheduler == "host":
-    return Request(name, tokens, mm=[MultimodalItem(identifier, 1, 1)])
-  if scheduler == "vllm":
-    item = types.SimpleNamespace(identifier=identifier, mm_position=position)
-    # Hits do not depend on the hashes, which name blocks of one token.
-    hashes = [bytes([index]) for index in range(len(tokens))]
-    return stand_ins.Request(name, tokens, hashes, mm_features=[item])
-  item = requests.Feature(identifier, position)
-  return requests.EngineRequest(name, tokens, mm_features=[item])
+def small_pages(page_size):
+  """A manager of pages of `page_size` tokens."""
+  return CacheManager(
+    11, [FullAttention(page_size=page_size)], LONGEST, key=KEY
+  )
 
 
 @functools.cache
@@ -325,7 +284,7 @@ def images_of_one_mask():
   Of some 100,000 identifiers, two have the same by chance. A manager that
   masks tokens differently must tell them apart as well.
   """
-  secret = np.asarray(small_pages("host", 1).state.secret).tobytes()
+  secret = np.asarray(small_pages(1).state.secret).tobytes()
   identifiers = {}
   while True:
     identifier = f"image {len(identifiers)}"
@@ -336,29 +295,16 @@ def images_of_one_mask():
     identifiers[bits] = identifier
 
 
-def publish(scheduler, cache, req):
-  """Admits a request as its scheduler does; then others may find it."""
-  admits = {"host": admit, "vllm": stand_ins.admit, "esurge": requests.admit}
-  assert admits[scheduler](cache, req) is not None
-
-
-def num_found(scheduler, cache, req):
-  if scheduler == "vllm":
-    return cache.get_computed_blocks(req)[1]
-  return cache.get_computed_pages(req)[1]
-
-
-@pytest.mark.parametrize("scheduler", ["host", "vllm", "esurge"])
-def test_images_with_equal_masks_are_told_apart(scheduler):
+def test_images_with_equal_masks_are_told_apart():
   """With 32 bits a page, the second was taken for the first."""
-  cache = small_pages(scheduler, 1)
+  cache = small_pages(1)
   image_a, image_b = images_of_one_mask()
   tokens = [5, 9, 6, 7]
-  publish(scheduler, cache, image_request(scheduler, image_a, "a", tokens))
-  repeat = image_request(scheduler, image_a, "b", tokens)
-  assert num_found(scheduler, cache, repeat) == 3
-  collides = image_request(scheduler, image_b, "c", tokens)
-  assert num_found(scheduler, cache, collides) <= 1
+  for name in (image_a, image_b):
+    req = request(name, tokens, mm=[MultimodalItem(name, 1, 1)])
+    assert cache.get_computed_pages(req)[1] <= 1
+    admit(cache, req)
+    assert cache.get_computed_pages(request("x", tokens, mm=req.mm))[1] == 3
 
 
 @pytest.mark.parametrize("page_size", [1, 3])
@@ -368,7 +314,7 @@ def test_content_of_small_pages(page_size):
   They differ in an image, in the last row of embeddings that a page has, in
   the adapter or in the salt.
   """
-  cache = small_pages("host", page_size)
+  cache = small_pages(page_size)
   tokens = list(range(10))
   rows = np.arange(20, dtype=np.float32).reshape(10, 2)
   cat = MultimodalItem("cat", 2, 2)
@@ -380,6 +326,10 @@ def test_content_of_small_pages(page_size):
     {"mm": [cat, dog._replace(identifier="fox")]},
     {"mm": [cat, dog], "cache_salt": "a"},
     {"mm": [cat, dog], "lora_name": "a"},
+    {"cache_salt": "a"},
+    {"lora_name": "a"},
+    {"cache_salt": "a", "lora_name": "b"},
+    {"cache_salt": "b", "lora_name": "a"},
     {"prompt_embeds": rows},
     {"prompt_embeds": rows + np.eye(10, 2, -8, dtype=np.float32)},
   ]
@@ -392,16 +342,6 @@ def test_content_of_small_pages(page_size):
       num_hit = cache.get_computed_pages(req)[1]
       assert (num_hit == 9) == (other_index == index), (fields, other_fields)
     assert cache.reset_prefix_cache()
-
-
-@pytest.mark.parametrize("count", [True, False, np.bool_(True), 1.0, "1"])
-def test_counts_are_ints(cache, count):
-  """A flag at the place of a count came from another system's order."""
-  req = request("a", TOKENS)
-  with pytest.raises(TypeError, match="must be an int"):
-    cache.allocate_slots(req, 17, 0, None, count)
-  with pytest.raises(TypeError, match="must be an int"):
-    cache.allocate_slots(req, 17, num_external_computed_tokens=count)
 
 
 def test_arguments_of_another_order_are_keyword_only(cache):

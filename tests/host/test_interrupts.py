@@ -15,13 +15,12 @@ from tests.host.scheduling import LONGEST
 from tests.host.scheduling import request
 from tests.host.scheduling import single
 from tests.tools.interrupts import Interrupted
+from tests.tools.interrupts import check_atomic
 from tests.tools.interrupts import interrupted
 from tests.tools.threads import run_in_threads
 from tests.tools.tiers import slow_except
 
 KEY = jaxkv.salt("interrupts")
-EVERY = 29
-"""Without --deep, one point of so many is tried."""
 
 
 def begun(num_pages=61, offload_pages=0):
@@ -122,29 +121,17 @@ def everything(manager):
 @slow_except("name", CALLS, "step")
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_calls_are_atomic(name, pytestconfig):
-  """Interrupts a call at many points, compares states, and goes on."""
-  without, _ = prepared(name)
-  done, requests = prepared(name)
-  CALLS[name](done, requests)
-  outcomes = [everything(without), everything(done)]
-  point = 1
-  outcome_indices = set()
-  while True:
-    manager, requests = prepared(name)
-    left = interrupted(lambda m=manager, r=requests: CALLS[name](m, r), point)
-    if not left:
-      break
-    state = everything(manager)
-    assert state in outcomes, f"left before bytecode {point}"
-    outcome_indices.add(outcomes.index(state))
-    admit(manager, requests, "c")
-    point += 1 if pytestconfig.getoption("deep") else EVERY
-  assert point > 20
+  manager = check_atomic(
+    lambda: prepared(name),
+    CALLS[name],
+    everything,
+    is_deep=pytestconfig.getoption("deep"),
+    may_change_nothing=True,
+    go_on=lambda manager, requests: admit(manager, requests, "c"),
+  )
   if manager.config.offload_pages:
     manager.take_moves()
   jaxkv.check(manager.state)
-  if pytestconfig.getoption("deep") and outcomes[0] != outcomes[1]:
-    assert outcome_indices == {0, 1}
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import ChunkedLocal
 from jaxkv import Recurrent
+from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
 from jaxkv.host import CachePages
 from jaxkv.host import MultimodalItem
@@ -72,34 +74,6 @@ class TestContents:
     decode(cache, req, [6, 7, 8])
     turn = request("1", [*req.token_ids, 8], mm=[IMAGE])
     assert hit_of(cache, turn) == ([[1, 2, 3]], 12)
-
-  @pytest.mark.parametrize(
-    "fields",
-    [
-      {},
-      {"cache_salt": "a"},
-      {"cache_salt": "b"},
-      {"lora_name": "a"},
-      {"cache_salt": "a", "lora_name": "b"},
-      {"cache_salt": "b", "lora_name": "a"},
-    ],
-  )
-  def test_only_equal_salts_and_adapters_hit(self, cache, fields):
-    """Of requests with all combinations, only the same one is found."""
-    combinations = [
-      {"cache_salt": salt, "lora_name": name}
-      for salt in (None, "a", "b")
-      for name in (None, "a", "b")
-    ]
-    all_fields = {"cache_salt": None, "lora_name": None, **fields}
-    for index, combination in enumerate(combinations):
-      if combination != all_fields:
-        req = request(str(index), range(5), **combination)
-        admit(cache, req)
-        cache.free(req)
-    assert hit_of(cache, request("x", range(5), **fields)) == ([[]], 0)
-    admit(cache, request("x", range(5), **fields))
-    assert hit_of(cache, request("y", range(5), **fields))[1] == 4
 
   def test_a_salt_reaches_later_pages(self, cache):
     req = request("0", range(6), cache_salt="a")
@@ -399,6 +373,22 @@ class TestReadings:
     assert type(cleared).__name__ == "Cleared"
     assert cache.take_events().events == []
 
+  def test_unpublished_pages_have_no_event(self):
+    """A reference system announces what retention leaves out, by its tokens."""
+    cache = CacheManager(
+      40,
+      [SlidingWindow(5, page_size=4)],
+      LONGEST,
+      prefix_retention_interval=0,
+      num_events=9,
+    )
+    req = request("0", range(9))
+    admit(cache, req)
+    decode(cache, req, range(100, 120))
+    events = cache.take_events().events
+    assert [event.tokens for event in events] == [(4, 5, 6, 7)]
+    assert {event.page for event in events} == cache.cached_page_ids()
+
   def test_new_pages_are_reported_once(self, cache):
     req = request("0", range(9))
     admit(cache, req)
@@ -430,6 +420,15 @@ class TestRequests:
       cache.free(req)
     assert cache.num_free_pages == 10
     jaxkv.check(cache.state)
+
+  def test_requests_without_a_page_leave_room_for_others(self):
+    """Only pages limit the number of requests, not their slots."""
+    cache = CacheManager(4, [ChunkedLocal(8, page_size=4)], LONGEST)
+    for token in range(9):
+      admit(cache, request(str(token), [token] * 8))
+      cache.remove_skipped_pages(str(token), 8)
+      assert cache.num_free_pages == 3
+    assert len(cache.request_ids()) == 9
 
   def test_prompt_length_is_that_of_the_first_tokens(self):
     req = request("0", range(5))

@@ -310,6 +310,15 @@ class TestHybrid:
 
 
 class TestStates:
+  def test_an_external_state_is_counted(self, make):
+    """A reference system counts one page and pops two."""
+    for free, fits in ((1, False), (2, True)):
+      cache = make(free + 1, (Recurrent(page_size=PAGE),), LONGEST)
+      external = {"num_external_computed_tokens": 8}
+      new = admit(cache, request("0", range(10)), 2, **external)[1]
+      assert new == ([[2]] if fits else None)
+      assert len(cache.free_queue()) == (0 if fits else free)
+
   def test_a_draft_model_finds_the_state_before_the_last_page(self, make):
     groups = FULL, Recurrent(page_size=PAGE)
     cache = make(

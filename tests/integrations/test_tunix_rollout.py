@@ -193,10 +193,6 @@ def test_weights_that_only_moved_keep_their_pages(model):
   moved()
   engine.generate(_TEXTS, setup.config())
   assert engine.counters()["prefilled"] - num_prefilled <= 4 * 4
-  engine.update_params(nnx.state(setup.tiny("llama3", seed=9)))
-  engine.generate(_TEXTS, setup.config())
-  tokens = sum(len(text.split()) for text in _GROUPS)
-  assert engine.counters()["prefilled"] - num_prefilled >= tokens - 4
 
 
 def test_weights_of_another_model_are_refused(model):

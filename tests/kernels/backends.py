@@ -17,7 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src import check
+from jaxkv_kernels._src.attention import calls
+from jaxkv_kernels._src.attention import reference
+from jaxkv_kernels._src.attention.options import CallOptions
 from tests.kernels.shapes import SHAPES
+from tests.kernels.shapes import put
 
 _STATIC = (
   "scale",
@@ -196,3 +200,31 @@ def cases(*names: str):
 def backends():
   """Returns parameters (runner) of all backends."""
   return [pytest.param(runner, id=key) for key, runner in RUNNERS.items()]
+
+
+def check_float16_values(
+  module: Any, interpret: Any, factor: float, per_head: bool = False
+) -> None:
+  """Values of the size of `factor`, in int8 and with scales, are exact."""
+  rng = np.random.default_rng(0)
+  pools = rng.integers(-127, 128, (2, 8, 1, 16, 64)).astype(np.int8)
+  q = rng.standard_normal((1, 2, 64)).astype(np.float16)
+  table = np.arange(8, dtype=np.int32)[None]
+  lengths = np.array([120], np.int32)
+  shape = (1,) if per_head else (8, 1, 16)
+  scales = {
+    "k_scale": np.full(shape, 0.01, np.float32),
+    "v_scale": (rng.uniform(0.5, 2, shape) * factor).astype(np.float32),
+  }
+  expected, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
+  options = CallOptions(
+    page_offset=jnp.int32(0),
+    scale=64**-0.5,
+    interpret=interpret,
+    **{name: jnp.asarray(value) for name, value in scales.items()},
+  )
+  q, *pools, table, lengths = put(q, *pools, table, lengths)
+  call = calls.decode_call(q, tuple(pools), table, lengths, options)
+  out, _ = calls.decode_with(module, call)
+  error = np.linalg.norm(np.asarray(out, np.float64) - expected)
+  assert error < 1e-3 * np.linalg.norm(expected)

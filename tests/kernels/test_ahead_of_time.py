@@ -192,13 +192,6 @@ def jitted(loop):
 class TestInPlace:
   """A step writes its tokens into the donated pools and copies no pool."""
 
-  @pytest.mark.parametrize("loop", LOOPS)
-  @pytest.mark.parametrize("dtype", ["float32", "uint16"])
-  def test_on_this_cpu(self, loop, dtype):
-    pools, tokens = step_arguments(dtype)
-    lowered = jitted(loop).lower(pools, tokens, backend="xla")
-    assert_in_place(lowered.compile(), pools)
-
   # A scan over steps has the loop over layers inside.
   @pytest.mark.slow
   @over_backends

@@ -18,6 +18,7 @@ from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
 from jaxkv_kernels._src.attention.options import CallOptions
 from tests.kernels.backends import ON_HOPPER
 from tests.kernels.backends import call_of
+from tests.kernels.backends import check_float16_values
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
@@ -62,27 +63,8 @@ class TestKernels:
   @pytest.mark.parametrize("factor", [1e3, 1e-12])
   def test_float16_keeps_values_of_any_size(self, factor):
     """A weight times a token's scale may be outside of float16's range."""
-    rng = np.random.default_rng(0)
-    pools = rng.integers(-127, 128, (2, 8, 1, 16, 64)).astype(np.int8)
-    q = rng.standard_normal((1, 2, 64)).astype(np.float16)
-    table = np.arange(8, dtype=np.int32)[None]
-    lengths = np.array([120], np.int32)
-    scales = {
-      "k_scale": np.full((8, 1, 16), 0.01, np.float32),
-      "v_scale": (rng.uniform(0.5, 2, (8, 1, 16)) * factor).astype(np.float32),
-    }
-    expected, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
-    options = CallOptions(
-      page_offset=jnp.int32(0),
-      scale=64**-0.5,
-      interpret=INTERPRETED["mosaic_gpu"],
-      **{name: jnp.asarray(value) for name, value in scales.items()},
-    )
-    q, *pools, table, lengths = put(q, *pools, table, lengths)
-    call = calls.decode_call(q, tuple(pools), table, lengths, options)
-    out, _ = calls.decode_with(mosaic_gpu, call)
-    error = np.linalg.norm(np.asarray(out, np.float64) - expected)
-    assert error < 1e-3 * np.linalg.norm(expected)
+    interpret = INTERPRETED["mosaic_gpu"]
+    check_float16_values(mosaic_gpu, interpret, factor)
 
   @pytest.mark.slow
   @quickly_interpreted

@@ -156,6 +156,17 @@ class TestRectangle:
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
 
+def packed(name):
+  """Queries of all rows; what is after them may be anything."""
+  shape = SHAPES[name]
+  case = problem(shape)
+  runs = np.minimum(case.lengths, [5, 1, 0, 2, 1, 20, 70])
+  ends = np.concatenate([[0], np.cumsum(runs)]).astype(np.int32)
+  q = queries(case, shape, int(ends[-1]) + 3)
+  q[ends[-1] :] = np.nan
+  return case, (q, *case.pools, case.lengths, ends)
+
+
 @slow_except("name", SHAPES, "everything")
 class TestPacked:
   @pytest.mark.parametrize(
@@ -169,13 +180,7 @@ class TestPacked:
   )
   @pytest.mark.parametrize("longest", [None, 70])
   def test_equals_the_reference(self, runner, name, longest):
-    shape = SHAPES[name]
-    case = problem(shape)
-    runs = np.minimum(case.lengths, [5, 1, 0, 2, 1, 20, 70])
-    ends = np.concatenate([[0], np.cumsum(runs)]).astype(np.int32)
-    q = queries(case, shape, int(ends[-1]) + 3)
-    q[ends[-1] :] = np.nan
-    arguments = (q, *case.pools, case.lengths, ends)
+    case, arguments = packed(name)
     expected = reference.paged_attention(*arguments, **case.options)
     out, lse = runner(
       "paged_attention", *arguments, max_query_len=longest, **case.options
@@ -185,14 +190,9 @@ class TestPacked:
   @over_few_shapes
   def test_trees_across_tiles(self, runner, name):
     """A draft longer than a tile, beside prompts and single tokens."""
-    shape = SHAPES[name]
-    case = problem(shape)
-    runs = np.minimum(case.lengths, [5, 1, 0, 2, 1, 20, 70])
-    ends = np.concatenate([[0], np.cumsum(runs)]).astype(np.int32)
-    q = queries(case, shape, int(ends[-1]))
-    mask = np.random.default_rng(3).random((len(q), 70)) < 0.5
-    mask[: ends[-2]] = True
-    arguments = (q, *case.pools, case.lengths, ends)
+    case, arguments = packed(name)
+    mask = np.random.default_rng(3).random((len(arguments[0]), 70)) < 0.5
+    mask[: arguments[-1][-2]] = True
     options = {**case.options, "tree_mask": mask}
     expected = reference.paged_attention(*arguments, **options)
     out, lse = runner("paged_attention", *arguments, **options)
@@ -248,10 +248,7 @@ class TestProperties:
     options = {
       key: value[back] if key.endswith("_scale") else value
       for key, value in case.options.items()
-      if key != "scale"
     }
-    if "scale" in case.options:
-      options["scale"] = case.options["scale"]
     results = runner(
       "paged_decode",
       q,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton import backend as triton
+from tests.kernels.backends import check_float16_values
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import put
 
@@ -26,60 +26,10 @@ class TestScales:
   @pytest.mark.parametrize("factor", [1e3, 1e-2, 1e-6, 1e-12])
   def test_float16_keeps_values_of_any_size(self, factor, per_head):
     """The output in float32 is as exact for tiny values as for others."""
-    rng = np.random.default_rng(0)
-    pools = rng.integers(-127, 128, (2, 8, 1, 16, 64)).astype(np.int8)
-    q = rng.standard_normal((1, 2, 64)).astype(np.float16)
-    table = np.arange(8, dtype=np.int32)[None]
-    lengths = np.array([120], np.int32)
-    shape = (1,) if per_head else (8, 1, 16)
-    scales = {
-      "k_scale": np.full(shape, 0.01, np.float32),
-      "v_scale": (rng.uniform(0.5, 2, shape) * factor).astype(np.float32),
-    }
-    expected, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
-    options = CallOptions(
-      page_offset=jnp.int32(0),
-      scale=64**-0.5,
-      interpret=True,
-      **{name: jnp.asarray(value) for name, value in scales.items()},
-    )
-    q, *pools, table, lengths = put(q, *pools, table, lengths)
-    call = calls.decode_call(q, tuple(pools), table, lengths, options)
-    out, _ = calls.decode_with(triton, call)
-    error = np.linalg.norm(np.asarray(out, np.float64) - expected)
-    assert error < 1e-3 * np.linalg.norm(expected)
+    check_float16_values(triton, True, factor, per_head=per_head)
 
 
 class TestReach:
-  def test_a_window_ends_at_the_query_and_not_at_the_table(self):
-    """Queries from position 14 on; two of them fit in the 16-token table."""
-    rng = np.random.default_rng(0)
-    keys, values = rng.standard_normal((2, 2, 1, 8, 32)).astype(np.float32)
-    q = rng.standard_normal((1, 8, 2, 32)).astype(np.float32)
-    out, lse = kernels.paged_attention_padded(
-      *put(q, keys, values, np.array([[0, 1]], np.int32)),
-      jnp.array([14], jnp.int32),
-      jnp.array([8], jnp.int32),
-      options=kernels.AttentionOptions(window=6),
-      backend="triton",
-      interpret=True,
-    )
-    keys, values = (
-      x.astype(np.float64).reshape(16, 32) for x in (keys, values)
-    )
-    for column, position in enumerate(range(14, 22)):
-      window = slice(position - 5, min(position + 1, 16))
-      weights = np.exp(keys[window] @ q[0, column].T * 32**-0.5)
-      if weights.size:
-        expected = weights.T @ values[window] / weights.sum(0)[:, None]
-        np.testing.assert_allclose(out[0, column], expected, atol=2e-6)
-      else:
-        np.testing.assert_array_equal(out[0, column], 0)
-      with np.errstate(divide="ignore"):
-        np.testing.assert_allclose(
-          lse[0, column], np.log(weights.sum(0)), atol=2e-6
-        )
-
   @pytest.mark.parametrize(
     ("position", "window", "expected"),
     [

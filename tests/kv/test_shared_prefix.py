@@ -133,18 +133,6 @@ class TestShare:
     out = memory.attend(kv, shared, 1, q, options=WINDOW)
     np.testing.assert_array_equal(out, expected)
 
-  def test_small_savings_are_not_shared(self, forked, monkeypatch):
-    view, kv = next_tokens(*forked, 1)
-    never = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
-    assert never.shared is None
-    monkeypatch.setitem(shared_prefix._LEAST_SAVING, "cpu", 180_000)
-    shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
-    np.testing.assert_array_equal(shared.shared.tokens, 0)
-    q = draw(9, 6, 1, HEADS, DIM)
-    np.testing.assert_array_equal(
-      memory.attend(kv, shared, 1, q), memory.attend(kv, view, 1, q)
-    )
-
   @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
   def test_pages_that_rows_no_longer_share_are_not_read(
     self, always, forked, change
@@ -187,14 +175,6 @@ class TestShare:
       memory.attend(kv, narrow, 1, draw(9, 6, 1, HEADS, DIM))
     reshared = memory.share(kv, narrow, num_clusters=2, cluster_size=SAMPLES)
     assert reshared.shared.own_table.shape == (6, 10)
-
-  def test_bad_arguments(self, forked):
-    view, kv = next_tokens(*forked, 1)
-    with pytest.raises(ValueError, match=r"`num_clusters` .* got 0"):
-      memory.share(kv, view, num_clusters=0, cluster_size=2)
-    with pytest.raises(ValueError, match="`clusters` must be"):
-      clusters = jnp.zeros(5, jnp.int32)
-      memory.share(kv, view, num_clusters=1, cluster_size=2, clusters=clusters)
 
 
 class TestRefreshShared:

@@ -11,11 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv import ChunkedLocal
 from jaxkv import GroupKind
-from jaxkv import Recurrent
-from jaxkv import SlidingWindow
-from jaxkv.host import CrossAttention
 from jaxkv.results import Moves
 from tests.model_of_the_cache import lookup
 from tests.model_of_the_cache import sequences
@@ -127,9 +123,6 @@ class ReferenceManager:
     max_encoder_tokens: tokens of the longest encoder input; not used.
     offload_pages: offloaded pages, which the reference systems do not have.
     offload_policy, page_bytes: the pages that move there, see `CacheConfig`.
-
-  Raises:
-    ValueError: two options contradict each other.
   """
 
   def __init__(
@@ -157,7 +150,6 @@ class ReferenceManager:
       draft=use_eagle,
       retention=prefix_retention_interval,
     )
-    _check_options(self.rules, groups, policy, enable_caching)
     self.groups = [Group(item, item.page_size, self.rules) for item in groups]
     max_restored = {"always": math.inf, "never": 0}.get(offload_policy)
     if max_restored is None:
@@ -446,36 +438,9 @@ class ReferenceManager:
   @property
   def usage(self) -> float:
     """The fraction of pages that are held, without the null page."""
-    usable = len(self.pool.refs) - 1
-    return 1 - len(self.pool.free) / usable if usable else 0.0
+    return 1 - len(self.pool.free) / (len(self.pool.refs) - 1)
 
 
 def _root(request: Any) -> tuple:
   """Returns the start of a request's keys."""
   return request.cache_salt or None, request.lora_name or None
-
-
-def _check_options(rules, kinds, policy, caching):
-  if policy not in ("current", "classic"):
-    raise ValueError(f"policy must be current or classic, got {policy!r}")
-  for group in kinds:
-    mixed = rules.draft or group.page_size != rules.align
-    if isinstance(group, CrossAttention) and caching:
-      raise ValueError("encoder-decoders have no prefix cache")
-    if isinstance(group, ChunkedLocal) and caching and mixed:
-      raise ValueError("chunked groups: no EAGLE, one page size")
-    if isinstance(group, Recurrent) and group.page_size != rules.page_size:
-      raise ValueError("recurrent groups have the smallest page size")
-  if rules.retention is not None:
-    _check_retention(rules, kinds)
-
-
-def _check_retention(rules, kinds):
-  retention = rules.retention
-  if rules.classic:
-    raise ValueError("the classic policy has no retention")
-  if retention < 0 or retention % rules.align:
-    raise ValueError(f"retention must be a multiple of {rules.align}")
-  bounded = any(isinstance(group, SlidingWindow | Recurrent) for group in kinds)
-  if retention and not bounded:
-    raise ValueError("retention needs a window or a state")

@@ -18,28 +18,6 @@ from tests.host.scheduling import reference as manager
 from tests.host.scheduling import request
 
 
-class TestFull:
-  def test_reused_page_has_no_key(self):
-    cache = manager(3)
-    first_req = request("0", range(8))
-    admit(cache, first_req)
-    cache.free(first_req)
-    second_req = request("1", range(100, 105))
-    assert admit(cache, second_req) == ([[]], [[2, 1]])
-    assert cache.cached_page_ids() == {2}
-
-  def test_managers_without_caching_publish_nothing(self):
-    cache = manager(5, enable_caching=False)
-    sequence = request("0", range(10))
-    assert admit(cache, sequence) == ([[]], [[1, 2, 3]])
-    assert cache.cached_page_ids() == set()
-    cache.free(sequence)
-    assert cache.free_queue() == [3, 2, 1, 4]
-
-  def test_usage_of_no_pages(self):
-    assert manager(1).usage == 0
-
-
 class TestHybrid:
   def _filled(self, **options):
     cache = manager(21, HYBRID, **options)

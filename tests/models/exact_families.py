@@ -1,6 +1,7 @@
 """Small decoders of every kind with exact numerics, and ways to call them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import jaxkv
 from jaxkv import models
 from tests import as_users
+from tests.rollout import by_hand
 
 VOCABULARY = 61
 
@@ -88,14 +90,22 @@ def whole(config, params, tokens, **options):
   return np.asarray(as_users.jit(call)(params, tokens, positions))
 
 
-def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
-  """Returns the logits [B, T, V] of a forward pass in chunks of tokens."""
+def in_chunks(
+  config, params, tokens, chunks, page_size=16, kv_dtype=None, jit=as_users.jit
+):
+  """Returns the logits [B, T, V] of a forward pass in chunks of tokens.
+
+  Unused pages hold NaN. `chunks` are the sizes, or one of all.
+  """
   rows, columns = tokens.shape
   cache = _cache(config, rows, columns, page_size)
-  kv = models.init_kv(config, cache.config, dtype=kv_dtype)
+  kv = by_hand.poisoned(models.init_kv(config, cache.config, dtype=kv_dtype))
   parts = []
-  step = as_users.jit(functools.partial(models.forward, config=config))
-  for start in range(0, columns, chunk):
+  step = jit(functools.partial(models.forward, config=config))
+  sizes = itertools.repeat(chunks) if isinstance(chunks, int) else iter(chunks)
+  start = 0
+  while start < columns:
+    chunk = next(sizes)
     num_tokens = jnp.full((rows,), min(chunk, columns - start), jnp.int32)
     part = tokens[:, start : start + chunk]
     part = jnp.pad(part, ((0, 0), (0, chunk - part.shape[1])))
@@ -108,6 +118,7 @@ def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
     logits, kv = step(params, batch, kv)
     cache, _ = jaxkv.commit(cache, part, num_tokens)
     parts.append(logits[:, : columns - start])
+    start += chunk
   return np.concatenate(parts, axis=1)
 
 

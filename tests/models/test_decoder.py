@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from tests.models import numpy_decoder
+from tests.models import tiny_decoders as tiny
 
 _VOCAB = 23
 
@@ -114,30 +115,6 @@ class _Paged:
     return np.asarray(logits)
 
 
-def _chunked(step: Any, tokens: np.ndarray, lengths: Any, chunk: int) -> Any:
-  """Prefills `lengths[b]` tokens in chunks, then decodes the rest one by one.
-
-  Returns the logits of every token, [B, T, V], in place.
-  """
-  num_rows, num_columns = tokens.shape
-  lengths = np.asarray(lengths)
-  outputs = np.full((num_rows, num_columns, _VOCAB), np.nan, np.float32)
-  starts = np.zeros(num_rows, np.int32)
-  while np.any(starts < num_columns):
-    prefilling = np.any(starts < lengths)
-    width = chunk if prefilling else 1
-    ends = lengths if prefilling else np.full(num_rows, num_columns)
-    num_tokens = np.clip(ends - starts, 0, width)
-    piece = np.zeros((num_rows, width), np.int32)
-    for row, count in enumerate(num_tokens):
-      piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
-    logits = step(piece, starts, num_tokens)
-    for row, count in enumerate(num_tokens):
-      outputs[row, starts[row] : starts[row] + count] = logits[row, :count]
-    starts = starts + num_tokens
-  return outputs
-
-
 class TestDecoder:
   @pytest.mark.parametrize(
     "changes",
@@ -169,7 +146,7 @@ class TestDecoder:
     )
     expected = _whole(params, tokens, config)
     step = _Paged(params, config, 3, 24, page_size)
-    logits = _chunked(step, tokens, lengths=[17, 5, 9], chunk=6)
+    logits = tiny.in_steps(step, tokens, [17, 5, 9], chunk=6)
     _assert_close(logits, expected)
 
   def test_pages_change_nothing_in_bfloat16(self):
@@ -177,7 +154,7 @@ class TestDecoder:
     expected = _whole(params, tokens, config)
     # Eight bits of mantissa through two layers; logits are of order 1.
     step = _Paged(params, config, 3, 24)
-    logits = _chunked(step, tokens, lengths=[21] * 3, chunk=6)
+    logits = tiny.in_steps(step, tokens, [21] * 3, chunk=6)
     np.testing.assert_allclose(logits, expected, atol=0.06, rtol=0)
 
   def test_rows_do_not_depend_on_each_other(self):
@@ -232,37 +209,6 @@ class TestDecoder:
       run(tokens[:, :1], num_tokens, [1] * 3) for run in runs
     )
     np.testing.assert_array_equal(logits, padded_logits)
-
-  def test_a_loop_updates_the_memory_in_place(self):
-    config = _config()
-    params = _params(config)
-    kv, table = _pages(config, 3, 64, 4)
-
-    def loop(memory, params):
-      def step(carry):
-        memory, tokens, starts = carry
-        ones = jnp.ones((3,), jnp.int32)
-        view = paged.View(page_table=table, starts=starts, num_tokens=ones)
-        batch = paged.Batch(
-          tokens=tokens, positions=starts[:, None], views=(view,)
-        )
-        logits, memory = models.forward(params, batch, memory, config=config)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return memory, best, starts + 1
-
-      zeros = jnp.zeros((3,), jnp.int32)
-      carry = (memory, zeros[:, None], zeros)
-      return jax.lax.while_loop(lambda c: c[2][0] < 60, step, carry)
-
-    text = (
-      jax.jit(loop, donate_argnums=0).lower(kv, params).compile()
-    ).as_text() or ""
-    leaves = [leaf for leaf in jax.tree.leaves(kv) if leaf.ndim > 3]
-    assert len(leaves) == 2
-    for leaf in leaves:
-      shape = ",".join(map(str, leaf.shape))
-      assert re.search(rf"\[{shape}\]", text)
-      assert not re.search(rf"\[{shape}\]\S* copy\(", text)
 
 
 class TestConfig:

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv._src.models.decoder import delta_net
 from tests.kv.memory import view
+from tests.models import tiny_decoders as tiny
 
 _ROWS, _HEADS, _KEY_HEADS, _KEY, _VALUE = 3, 4, 2, 8, 6
 
@@ -55,10 +56,20 @@ _rule = jax.jit(delta_net.gated_delta_rule, static_argnames="chunk")
 
 class TestRule:
   @pytest.mark.parametrize(
-    ("columns", "chunk"), [(1, 64), (2, 1), (7, 3), (7, 64), (70, 16)]
+    ("columns", "chunk", "decay_factor"),
+    [
+      (1, 64, 1),
+      (2, 1, 1),
+      (7, 3, 1),
+      (7, 64, 1),
+      (70, 16, 1),
+      # A sum of logarithms that no float32 exponential could undo.
+      (40, 64, 60),
+    ],
   )
-  def test_equals_the_loop(self, columns, chunk):
-    inputs = _inputs(columns)
+  def test_equals_the_loop(self, columns, chunk, decay_factor):
+    q, k, v, decay, beta = _inputs(columns)
+    inputs = (q, k, v, decay * decay_factor, beta)
     state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
     num_tokens = np.asarray([columns, columns // 2, 0], np.int32)
     expected, end_state = _loop(*inputs, state, num_tokens)
@@ -71,30 +82,6 @@ class TestRule:
     np.testing.assert_allclose(out, expected, atol=5e-6)
     np.testing.assert_allclose(new_state, end_state, atol=5e-6)
     np.testing.assert_array_equal(new_state[2], state[2].astype(np.float32))
-
-  def test_steps_equal_one_call(self):
-    inputs = _as_float32(*_inputs(12))
-    state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
-    expected, end_state = _rule(*inputs, state, jnp.full(_ROWS, 12, jnp.int32))
-    outs = []
-    for start_column, stop_column in ((0, 5), (5, 6), (6, 12)):
-      part = [array[:, start_column:stop_column] for array in inputs]
-      num_tokens = jnp.full(_ROWS, stop_column - start_column, jnp.int32)
-      out, state = _rule(*part, state, num_tokens)
-      outs.append(out)
-    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, atol=2e-6)
-    np.testing.assert_allclose(state, end_state, atol=2e-6)
-
-  def test_strong_decays_do_not_overflow(self):
-    """A sum of logarithms that no float32 exponential could undo."""
-    q, k, v, decay, beta = _inputs(40)
-    inputs = (q, k, v, decay * 60, beta)
-    state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
-    num_tokens = np.full(_ROWS, 40, np.int32)
-    expected, end_state = _loop(*inputs, state, num_tokens)
-    out, new_state = _rule(*_as_float32(*inputs, state), num_tokens)
-    np.testing.assert_allclose(out, expected, atol=5e-6)
-    np.testing.assert_allclose(new_state, end_state, atol=5e-6)
 
   def test_bfloat16_has_a_float32_state(self):
     inputs = [x.astype(jnp.bfloat16) for x in _as_float32(*_inputs(3))]
@@ -157,11 +144,7 @@ class TestConvolution:
 
 @pytest.mark.slow
 class TestForward:
-  attention = models.DeltaNet(
-    num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, kernel_size=3
-  )
-  layer = models.Layer(attention=attention, mlp=models.Mlp(inner_dim=8))
-  config = models.Decoder(vocab_size=9, embed_dim=8, layers=(layer,))
+  config = tiny.decoder((tiny.layer(tiny.DELTA_NET),))
 
   def arguments(self, tokens, where, num_pages):
     """Parameters, a batch and zeros as its memory, with pages of 4 tokens."""
@@ -187,7 +170,7 @@ class TestForward:
       prefill=view(pages, [0] * 3, [2, 3, 1]),
     )
     healthy = [0, 0, 0, 1, 2, 3, 4, 5, 6]
-    broken = [0, 0, 0, 1, 2, -1, 9, 5, 6]
+    broken = [0, 0, 0, 1, 2, -1, tiny.VOCABULARY, 5, 6]
     (expected, expected_kv), (logits, kv) = (
       jax.device_get(
         models.forward(
@@ -214,7 +197,7 @@ class TestForward:
       out_specs=rows,
     )
     logits, _ = jax.eval_shape(run, *arguments)
-    assert logits.shape == (2, 5, 9)
+    assert logits.shape == (2, 5, tiny.VOCABULARY)
 
 
 def test_equals_the_definition_of_qwen3_next():

@@ -12,24 +12,17 @@ import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from jaxkv._src.models.decoder import mlp as mlps
+from tests.models import tiny_decoders as tiny
 from tests.models.chosen_experts import chosen_experts
 from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
-_VOCAB, _TOKENS, _ROWS = 23, 13, 2
-_ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
-_WINDOW = models.Attention(
-  num_heads=2, num_kv_heads=1, head_dim=8, window=5, sinks=True
-)
-_LATENTS = models.LatentAttention(
-  num_heads=2, latent_dim=8, plain_dim=4, rotated_dim=4, value_dim=6
-)
-_DELTA_NET = models.DeltaNet(
-  num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, kernel_size=3
-)
+_TOKENS, _ROWS = 13, 2
+_ATTENTION = tiny.attention()
+_WINDOW = tiny.attention(window=5, sinks=True)
 _EXPERTS = {
-  "plain": models.Experts(num_experts=6, num_chosen=2, inner_dim=12),
+  "plain": tiny.EXPERTS,
   "limit": models.Experts(
     num_experts=5, num_chosen=3, inner_dim=12, scores="chosen_softmax",
     router_biased=True, biased=True, limit=2.0,
@@ -49,25 +42,22 @@ _EXPERTS = {
 def _layers(
   attentions: tuple[Any, ...], experts: str
 ) -> tuple[models.Layer, ...]:
-  return tuple(
-    models.Layer(attention=attention, mlp=_EXPERTS[experts])
-    for attention in attentions
-  )
+  return tuple(tiny.layer(mixer, _EXPERTS[experts]) for mixer in attentions)
 
 
-_DENSE = models.Layer(attention=_LATENTS, mlp=models.Mlp(inner_dim=12))
+_DENSE = tiny.layer(tiny.LATENTS)
 # As in Mixtral, gpt-oss, DeepSeek-V3 and Qwen3-Next.
 _LAYERS = {
   "plain": _layers((_ATTENTION,) * 3, "plain"),
   "windows": _layers((_WINDOW, _ATTENTION) * 2, "limit"),
-  "latents": (_DENSE, *_layers((_LATENTS,) * 2, "groups")),
-  "states": _layers((_DELTA_NET, _DELTA_NET, _ATTENTION), "shared"),
+  "latents": (_DENSE, *_layers((tiny.LATENTS,) * 2, "groups")),
+  "states": _layers((tiny.DELTA_NET, tiny.DELTA_NET, _ATTENTION), "shared"),
 }
 over_decoders = pytest.mark.parametrize("name", _LAYERS)
 
 
 def _decoder(name: str) -> models.Decoder:
-  return models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=_LAYERS[name])
+  return tiny.decoder(_LAYERS[name])
 
 
 @functools.cache
@@ -86,7 +76,7 @@ def _params(name: str) -> Any:
 
 def _inputs() -> tuple[jax.Array, jax.Array]:
   rng = np.random.default_rng(1)
-  tokens = rng.integers(0, _VOCAB, (_ROWS, _TOKENS)).astype(np.int32)
+  tokens = rng.integers(0, tiny.VOCABULARY, (_ROWS, _TOKENS)).astype(np.int32)
   column = jnp.arange(_TOKENS, dtype=jnp.int32)[None]
   return jnp.asarray(tokens), jnp.broadcast_to(column, tokens.shape)
 
@@ -290,7 +280,7 @@ def test_an_expert_id_out_of_range_gives_nan():
 @pytest.mark.fast
 class TestArguments:
   def test_a_decoder_without_experts_is_refused(self):
-    config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=(_DENSE,))
+    config = tiny.decoder((_DENSE,))
     cache_config = _sizes(config)
     with pytest.raises(
       ValueError, match=r"`decoder` .* got none; leave out `record_"
@@ -305,14 +295,14 @@ class TestArguments:
 
   def test_a_decoder_of_windows_alone_is_refused(self):
     layers = _layers((_WINDOW,), "plain")
-    config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
+    config = tiny.decoder(layers)
     cache_config = _sizes(config)
     with pytest.raises(ValueError, match=r"`decoder` must .* full attention"):
       models.init_kv(config, cache_config, record_experts=True)
 
   def test_different_numbers_of_chosen_experts_are_refused(self):
     layers = _layers((_ATTENTION,), "plain") + _layers((_ATTENTION,), "limit")
-    config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
+    config = tiny.decoder(layers)
     with pytest.raises(ValueError, match=r"one `num_chosen` .* got \[2, 3\]"):
       chosen_experts({}, *_inputs(), config=config)
 

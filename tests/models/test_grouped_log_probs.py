@@ -16,51 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jaxkv import models
 from jaxkv import rl
 from jaxkv._src.models.decoder import log_probs
+from tests.models import tiny_decoders as tiny
 from tests.tools.collectives import collectives
 from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
-_VOCAB = 31
-_HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
-_MLP = models.Mlp(inner_dim=24)
-_EXPERTS = models.Experts(num_experts=6, num_chosen=2, inner_dim=12)
-_LATENTS = models.LatentAttention(
-  num_heads=2, latent_dim=8, plain_dim=4, rotated_dim=4, value_dim=6
-)
-_DELTA_NET = models.DeltaNet(
-  num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, kernel_size=3
-)
-
-
-def _attention(**changes: Any) -> models.Attention:
-  return models.Attention(**(_HEADS | changes))
-
-
-def _layer(attention: Any, mlp: Any = _MLP, **more: Any) -> models.Layer:
-  return models.Layer(attention=attention, mlp=mlp, **more)
-
-
-# As in Llama, Gemma 2, gpt-oss, Qwen3-Next and DeepSeek-V3.
-_LAYERS: dict[str, tuple[models.Layer, ...]] = {
-  "llama": (_layer(_attention()),) * 2,
-  "windows and caps": (
-    _layer(_attention(window=4, soft_cap=2.0), post_norms=True),
-    _layer(_attention(soft_cap=2.0, scale=0.7), post_norms=True),
-  )
-  * 2,
-  "sinks and experts": (
-    _layer(_attention(window=3, sinks=True, biased=True), _EXPERTS),
-    _layer(_attention(sinks=True, gated=True), _EXPERTS),
-  ),
-  "states": (
-    _layer(_DELTA_NET),
-    _layer(_DELTA_NET, _EXPERTS),
-    _layer(_attention(query_key_norm=True)),
-  ),
-  "latents": (_layer(_LATENTS),) * 2,
-}
-over_decoders = pytest.mark.parametrize("name", _LAYERS)
+over_decoders = pytest.mark.parametrize("name", tiny.LAYERS)
 
 _N, _P = 3, 7
 _PROMPTS = np.array([7, 1, 4], np.int32)
@@ -77,12 +39,8 @@ _COLUMNS = (3, 4)
 
 
 def _config(name: str) -> models.Decoder:
-  return models.Decoder(
-    vocab_size=_VOCAB,
-    embed_dim=16,
-    layers=_LAYERS[name],
-    logit_cap=3.0,
-    tied_embeddings=name != "latents",
+  return tiny.decoder(
+    tiny.LAYERS[name], logit_cap=3.0, tied_embeddings=name != "latents"
   )
 
 
@@ -99,7 +57,7 @@ def _params(name: str) -> Any:
 def _tokens(*shape: int) -> np.ndarray:
   """Tokens; there is also nonsense behind the lengths."""
   draw = np.random.default_rng(len(shape))
-  return draw.integers(0, _VOCAB, shape).astype(np.int32)
+  return draw.integers(0, tiny.VOCABULARY, shape).astype(np.int32)
 
 
 def _nonsense(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -192,18 +150,8 @@ def _assert_close(actual: Any, expected: Any) -> None:
   np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@over_decoders
-def test_completions_equal_whole_sequences(name):
-  out = _grouped(name, _params(name), _completions())
-  assert out.shape == (*_LENGTHS.shape, 5)
-  assert out.dtype == jnp.float32
-  (expected,) = _whole(name, _params(name), _completions())
-  assert (np.asarray(expected) < 0).sum() == _LENGTHS.sum()
-  _assert_close(out, expected)
-
-
 @pytest.mark.fast
-@slow_except("name", _LAYERS, "sinks and experts")
+@slow_except("name", tiny.LAYERS, "sinks and experts")
 @over_decoders
 def test_trees_equal_whole_sequences(name):
   levels = _grouped(name, _params(name), _trees())
@@ -221,12 +169,12 @@ def test_trees_equal_whole_sequences(name):
       pytest.param(name, _trees, marks=pytest.mark.deep)
       if name in ("states", "latents")
       else (name, _trees)
-      for name in _LAYERS
+      for name in tiny.LAYERS
     ),
     # A tree of two levels has the branches of completions, and its own.
     *(
       pytest.param(name, _completions, marks=pytest.mark.deep)
-      for name in _LAYERS
+      for name in tiny.LAYERS
       if name != "llama"
     ),
   ],
@@ -334,11 +282,11 @@ def test_lengths_out_of_range_are_left_out_of_a_loss(name):
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize(
-  "mixer", [_attention(), _DELTA_NET], ids=["attention", "delta_net"]
+  "mixer", [tiny.attention(), tiny.DELTA_NET], ids=["attention", "delta_net"]
 )
 def test_under_shard_map(mixer, numerics):
   """Nothing is gathered, and exact numbers are those of one device."""
-  layers = (_layer(mixer), _layer(_attention()))
+  layers = (tiny.layer(mixer), tiny.layer(tiny.attention()))
   config = dataclasses.replace(
     _config("llama"), layers=layers, numerics=numerics
   )
@@ -403,11 +351,19 @@ def test_the_head_runs_over_some_rows_at_a_time():
   run = jax.value_and_grad(loss, (0, 1), has_aux=True)
   expected = run(params, x, 10**6)
   for rows in (0, 1, 3, 4, 10):
-    out = run(params, x, rows * _VOCAB)
+    out = run(params, x, rows * tiny.VOCABULARY)
     jax.tree.map(_assert_close, out, expected)
-  text = jax.jit(run, static_argnums=2).lower(params, x, 3 * _VOCAB).as_text()
-  assert f"tensor<3x{_VOCAB}xf32>" in text
-  for shape in (f"10x{_VOCAB}", f"2x5x{_VOCAB}", f"12x{_VOCAB}"):
+  text = (
+    jax.jit(run, static_argnums=2)
+    .lower(params, x, 3 * tiny.VOCABULARY)
+    .as_text()
+  )
+  assert f"tensor<3x{tiny.VOCABULARY}xf32>" in text
+  for shape in (
+    f"10x{tiny.VOCABULARY}",
+    f"2x5x{tiny.VOCABULARY}",
+    f"12x{tiny.VOCABULARY}",
+  ):
     assert f"tensor<{shape}xf32>" not in text
 
 
@@ -436,25 +392,6 @@ def test_a_prompt_is_computed_once():
   for rows in (f"{group}x{width}x", f"{group}x{width + columns}x"):
     assert rows not in text
   # Logits: of the prompt's last token, and of the completions'.
-  assert f"tensor<1x{_VOCAB}xf32>" in text
-  assert f"tensor<{group * (columns - 1)}x{_VOCAB}xf32>" in text
-  assert f"tensor<{group * columns}x{_VOCAB}xf32>" not in text
-
-
-def test_the_gradient_of_grpo():
-  """At the policy that drew, it is the gradient of the advantages."""
-  params, arguments = _params("llama"), _completions()
-  mask = np.arange(5) < _LENGTHS[..., None]
-  mask = mask.reshape(-1, 5)
-  draw = np.random.default_rng(4)
-  good = rl.group_normalized(draw.normal(size=12), num_samples=4)
-  old_log_probs = _grouped("llama", params, arguments).reshape(mask.shape)
-
-  def loss(params: Any, of: Any) -> jax.Array:
-    scores = of("llama", params, arguments)
-    scores = scores[0] if isinstance(scores, list) else scores
-    scores = scores.reshape(mask.shape)
-    return rl.grpo_loss(scores, old_log_probs, good, mask, mean="token")[0]
-
-  gradient, expected = (jax.grad(loss)(params, of) for of in (_grouped, _whole))
-  jax.tree.map(_assert_close, gradient, expected)
+  assert f"tensor<1x{tiny.VOCABULARY}xf32>" in text
+  assert f"tensor<{group * (columns - 1)}x{tiny.VOCABULARY}xf32>" in text
+  assert f"tensor<{group * columns}x{tiny.VOCABULARY}xf32>" not in text

@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from tests.models import numpy_decoder
+from tests.models import tiny_decoders as tiny
 from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
@@ -107,7 +108,7 @@ class _Paged:
     self.kv = models.init_kv(config, cache_config)
     self.num_recycled = 0
 
-  def __call__(self, tokens: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+  def __call__(self, tokens: np.ndarray, starts: Any, num_tokens: Any) -> Any:
     """Logits of int32[B, T] tokens, of which each row has some."""
     self.state, recycled = jaxkv.recycle(self.state)
     self.num_recycled += int(recycled.num_recycled_pages.sum())
@@ -121,7 +122,7 @@ class _Paged:
       for group in range(len(models.cache_groups(self.config)))
     )
     columns = np.arange(tokens.shape[1], dtype=np.int32)
-    positions = np.asarray(self.state.length)[:, None] + columns
+    positions = starts[:, None] + columns
     logits = self.forward(tokens, positions, num_tokens, views)
     self.state, out = jaxkv.commit(self.state, tokens, num_tokens)
     assert np.all(out.ok)
@@ -151,32 +152,14 @@ class _Paged:
     )
 
 
-def _in_steps(step: Any) -> np.ndarray:
-  """Logits of all tokens: prompts in chunks, then one token at a time."""
-  tokens, prompts = _tokens(), np.array(_PROMPTS)
-  outputs = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
-  starts = np.zeros(_ROWS, np.int32)
-  while np.any(starts < _TOTAL):
-    num_tokens = np.where(starts < prompts, prompts - starts, _TOTAL > starts)
-    num_tokens = np.minimum(num_tokens, _CHUNK).astype(np.int32)
-    width = _CHUNK if np.any(num_tokens > 1) else 1
-    piece = np.zeros((_ROWS, width), np.int32)
-    for row, count in enumerate(num_tokens):
-      piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
-    logits = step(piece, num_tokens)
-    for row, count in enumerate(num_tokens):
-      outputs[row, starts[row] : starts[row] + count] = logits[row, :count]
-    starts += num_tokens
-  return outputs
-
-
 class TestTokens:
   @pytest.mark.fast
   @slow_except("pattern", _PATTERNS, "once")
   @pytest.mark.parametrize("pattern", _PATTERNS)
   def test_equal_the_decoder_in_numpy(self, pattern):
     step = _Paged(_config(**_PATTERNS[pattern]))
-    _assert_close(_in_steps(step), _expected(pattern))
+    logits = tiny.in_steps(step, _tokens(), _PROMPTS, _CHUNK)
+    _assert_close(logits, _expected(pattern))
     assert step.num_recycled > 0
     jaxkv.check(step.state)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -12,57 +11,10 @@ import numpy as np
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
-VOCABULARY = 23
-_PLAIN = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
-_MLP = models.Mlp(inner_dim=16)
-
-
-def _decoder(*layers: Any) -> models.Decoder:
-  layers = tuple(
-    models.Layer(attention=attention, mlp=mlp) for attention, mlp in layers
-  )
-  return models.Decoder(vocab_size=VOCABULARY, embed_dim=16, layers=layers)
-
-
-MODELS = {
-  "plain": _decoder((_PLAIN, _MLP), (_PLAIN, _MLP)),
-  "windows": _decoder(
-    (dataclasses.replace(_PLAIN, window=5), _MLP),
-    (dataclasses.replace(_PLAIN, window=7), _MLP),
-    (_PLAIN, _MLP),
-  ),
-  "latents": _decoder(
-    *[
-      (
-        models.LatentAttention(
-          num_heads=2, latent_dim=8, plain_dim=4, rotated_dim=4, value_dim=4
-        ),
-        _MLP,
-      )
-    ]
-    * 2
-  ),
-  "experts": _decoder(
-    (_PLAIN, models.Experts(num_experts=5, num_chosen=2, inner_dim=8)),
-    (_PLAIN, _MLP),
-  ),
-  "delta_net": _decoder(
-    (
-      models.DeltaNet(
-        num_key_heads=1,
-        num_value_heads=2,
-        key_dim=4,
-        value_dim=4,
-        kernel_size=3,
-      ),
-      _MLP,
-    ),
-    (_PLAIN, _MLP),
-  ),
-}
-
+MODELS = {name: tiny.decoder(layers) for name, layers in tiny.LAYERS.items()}
 SIZES = jaxkv.CacheConfig(
   num_pages=90, page_size=4, num_slots=5, pages_per_slot=6
 )
@@ -80,14 +32,14 @@ class Groups(NamedTuple):
 
 _RNG = np.random.default_rng(4)
 GROUPS = Groups(
-  prompts=_RNG.integers(0, VOCABULARY, (3, 13)).astype(np.int32),
+  prompts=_RNG.integers(0, tiny.VOCABULARY, (3, 13)).astype(np.int32),
   prompt_lengths=np.asarray([12, 1, 8], np.int32),
-  completions=_RNG.integers(0, VOCABULARY, (3, 3, 7)).astype(np.int32),
+  completions=_RNG.integers(0, tiny.VOCABULARY, (3, 3, 7)).astype(np.int32),
   lengths=np.asarray([[7, 3, 5], [2, 0, 7], [0, 0, 0]], np.int32),
 )
 
 
-def weights(name: str = "plain", seed: int = 0):
+def weights(name: str = "llama", seed: int = 0):
   params = models.init_params(jax.random.key(seed), MODELS[name])
   # Larger logits, so that a mistake changes them much.
   return params | {"embed": params["embed"] * 3}
@@ -98,7 +50,7 @@ def _sizes(name: str, sizes=SIZES) -> jaxkv.CacheConfig:
   return dataclasses.replace(sizes, groups=groups)
 
 
-def fresh(name: str = "plain", sizes=SIZES) -> rollout.Memory:
+def fresh(name: str = "llama", sizes=SIZES) -> rollout.Memory:
   sizes = _sizes(name, sizes)
   return rollout.Memory(
     cache=jaxkv.init(sizes, jax.random.key(3)),
@@ -107,7 +59,7 @@ def fresh(name: str = "plain", sizes=SIZES) -> rollout.Memory:
 
 
 @functools.cache
-def compiled(name: str = "plain", **options):
+def compiled(name: str = "llama", **options):
   """Returns a jitted `rollout.score` with one of the models."""
   model = functools.partial(models.forward, config=MODELS[name])
   options = {"chunk": CHUNK, **options}
@@ -127,7 +79,7 @@ def _trainer(name: str):
   return jax.jit(run)
 
 
-def distributions(params, groups: Groups, name="plain", temperature=1.0):
+def distributions(params, groups: Groups, name="llama", temperature=1.0):
   """Returns the log-softmax of the logits of each token, [N, G, R, V]."""
   count, samples, columns = groups.completions.shape
   width = groups.prompts.shape[1] + columns
@@ -157,7 +109,7 @@ def mask_of(groups: Groups) -> np.ndarray:
 
 
 def check_scored(
-  scored, params, groups, name="plain", temperature=1.0, rows=None
+  scored, params, groups, name="llama", temperature=1.0, rows=None
 ):
   """Checks all log-probs; `rows` is True for groups that do not fail."""
   scores = distributions(params, groups, name, temperature)

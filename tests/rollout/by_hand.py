@@ -1,11 +1,9 @@
 """A rollout in plain Python: one sequence after another, without a cache.
 
-The model sums layers of attention over embeddings of tokens and positions, one
-for each window; None means full attention.
+The model is a layer of attention over embeddings of tokens and positions.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -13,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-import jaxkv_kernels as kernels
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from tests.sampling import by_definition
 
 VOCABULARY, WIDTH = 11, 4
 NO_LIMIT = 10**6
@@ -40,44 +38,24 @@ PROMPTS = [
 ]
 
 
-def model(params, batch, kv, *, windows=(None,)):
-  """A model for `rollout.all_logits`; each layer is in a separate group."""
+def model(params, batch, kv):
+  """A model for `rollout.all_logits`."""
   del params
   x = jnp.asarray(_TOKENS)[batch.tokens]
   # Columns of padding may have positions beyond the table.
   x = x + jnp.asarray(_POSITIONS)[batch.positions]
   x = x[:, :, None]
-  output = jnp.zeros_like(x)
-  for view, window in zip(batch.views, windows, strict=True):
-    # Groups never share a page, so all layers can use memory layer 0.
-    kv = kv_memory.write(kv, view, 0, x, x)
-    options = kernels.AttentionOptions(window=window)
-    output = output + kv_memory.attend(kv, view, 0, x, options=options)
+  kv = kv_memory.write(kv, batch.views[0], 0, x, x)
+  output = kv_memory.attend(kv, batch.views[0], 0, x)
   return jnp.einsum("bthd,vd->btv", output, jnp.asarray(_TOKENS)), kv
 
 
-def _logits(tokens: list[int], windows) -> np.ndarray:
+def logits_of(tokens: list[int]) -> np.ndarray:
   """Returns the logits of the last token, float32[V], computed in float64."""
   x = (_TOKENS[tokens] + _POSITIONS[: len(tokens)]).astype(np.float64)
-  output = np.zeros(WIDTH)
-  for window in windows:
-    visible = x if window is None else x[-window:]
-    scores = visible @ x[-1] / WIDTH**0.5
-    weights = np.exp(scores - scores.max())
-    output += weights @ visible / weights.sum()
-  return (_TOKENS @ output).astype(np.float32)
-
-
-def _sample(logits: np.ndarray, key) -> int:
-  """Draws a block of four tokens, then one of its tokens, by two uniforms."""
-  bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
-  draws = (bits >> 8) / 2.0**24
-  weights = np.exp(logits.astype(np.float64))
-  sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), 4)))
-  block = int(np.searchsorted(sums, draws[0] * sums[-1], side="right"))
-  cumulative = np.cumsum(weights[4 * block : 4 * block + 4])
-  index = np.searchsorted(cumulative, draws[1] * cumulative[-1], side="right")
-  return 4 * block + int(index)
+  scores = x @ x[-1] / WIDTH**0.5
+  weights = np.exp(scores - scores.max())
+  return (_TOKENS @ (weights @ x / weights.sum())).astype(np.float32)
 
 
 def key() -> jax.Array:
@@ -104,17 +82,17 @@ def expected(
   prompt: list[int],
   temperature: float,
   config,
-  windows=(None,),
 ) -> Expected:
   """Computes sequence `seq_id`, which begins with `prompt`."""
   seq_key = jax.random.fold_in(key(), seq_id)
   tokens = [*prompt]
   log_probs = []
   for count in range(config.max_new_tokens):
-    logits = _logits(tokens, windows)
+    logits = logits_of(tokens)
     if temperature:
       logits = logits / np.float32(temperature)
-      draw = _sample(logits, jax.random.fold_in(seq_key, count))
+      weights = np.exp(logits.astype(np.float64))
+      draw = by_definition.drawn(weights, seq_key, count)
     else:
       draw = np.argmax(logits)
     tokens.append(int(draw))
@@ -137,12 +115,14 @@ def begun(
   """Makes a rollout of the prompts in a memory of NaN.
 
   `options` are those of `init` and of its `Requests`; `kv` is the memory of
-  another model. Offloaded pages are made if `sizes` has some.
+  another model, which is left as it is if there is a `cache` of its pages.
+  Offloaded pages are made if `sizes` has some.
   """
-  kv = options.pop("kv", None) or kv_memory.init(
-    sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
-  )
-  kv = poisoned(kv)
+  kv = options.pop("kv", None) or pages(sizes)
+  cache = options.pop("cache", None)
+  if cache is None:
+    kv = poisoned(kv)
+    cache = jaxkv.init(sizes)
   if sizes.offload_pages:
     options["offload"] = kv_memory.init_offload(kv, sizes)
   width = max(map(len, prompts))
@@ -151,8 +131,14 @@ def begun(
   fields = {field.name for field in dataclasses.fields(rollout.Requests)}
   settings = {name: options.pop(name) for name in fields & options.keys()}
   requests = rollout.Requests(rows, lengths, **settings)
-  cache = jaxkv.init(sizes)
   return rollout.init(cache, kv, requests, key(), config, **options)
+
+
+def pages(sizes: jaxkv.CacheConfig) -> kv_memory.KVPages:
+  """Makes the pages of this file's model."""
+  return kv_memory.init(
+    sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
+  )
 
 
 def poisoned(kv: Any) -> Any:
@@ -207,9 +193,9 @@ class Runner:
     return self._compiled._cache_size()
 
 
-def program(windows=(None,)) -> Runner:
+def program() -> Runner:
   """Returns a new `Runner` of this file's model."""
-  return Runner(rollout.all_logits(functools.partial(model, windows=windows)))
+  return Runner(rollout.all_logits(model))
 
 
 def ended(
@@ -221,13 +207,13 @@ def ended(
   return state
 
 
-def check_sequences(state, config, temperature: float, windows=(None,)) -> None:
+def check_sequences(state, config, temperature: float) -> None:
   """Checks a finished rollout of all samples of `PROMPTS`."""
   assert bool(rollout.is_done(state))
   rollout.check(state)
   for seq_id in range(len(PROMPTS) * config.num_samples):
     prompt = PROMPTS[seq_id // config.num_samples]
-    expected_seq = expected(seq_id, prompt, temperature, config, windows)
+    expected_seq = expected(seq_id, prompt, temperature, config)
     check_sequence(state.queue, seq_id, expected_seq)
 
 

@@ -1,6 +1,5 @@
 """Rollouts that hand their sequences to each other at random steps."""
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -85,9 +84,9 @@ def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
   )
 
 
-def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+def prompts_of(count: int) -> list[list[int]]:
   """Returns prompts, some of them with a common prefix."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   stems = rng.integers(0, families.VOCABULARY, (4, PROMPT))
   prompts = []
   for _ in range(count):
@@ -106,19 +105,16 @@ class Fleet:
     states: the rollouts.
     results: by id, the tokens and log-probs of each ended sequence.
     moved: by id, the times a sequence moved.
-    codes: how often each code of an import was returned.
   """
 
-  def __init__(self, config, params, specs, prompts, seed=0, **cache_options):
-    self._rng = np.random.default_rng(seed)
+  def __init__(self, config, params, specs, prompts, **cache_options):
+    self._rng = np.random.default_rng(0)
     self._config = config
     self._params = params
     self._prompts = prompts
-    self._specs = specs
     self.states = [begun(config, spec, **cache_options) for spec in specs]
     self.results: dict[int, tuple[list[int], bytes]] = {}
     self.moved: dict[int, int] = {}
-    self.codes: collections.Counter[str] = collections.Counter()
     self._num_submitted = 0
     self._max_pages = None
 
@@ -142,9 +138,6 @@ class Fleet:
   def recomputed(self) -> int:
     """Returns the tokens that any rollout computed again."""
     return sum(int(state.counters.recomputed) for state in self.states)
-
-  def preempted(self) -> int:
-    return sum(int(state.counters.preempted) for state in self.states)
 
   def _generate(self, index: int) -> None:
     until = rollout.Until(steps=jnp.int32(self._rng.integers(1, 4)))
@@ -189,7 +182,6 @@ class Fleet:
       self.states[target], exported
     )
     for seq_id, code in zip(chosen.tolist(), out.code.tolist(), strict=True):
-      self.codes[jaxkv.Status(code).name] += 1
       if code == jaxkv.Status.OK:
         self.moved[seq_id] = self.moved.get(seq_id, 0) + 1
     # Where there was no room, it returns.

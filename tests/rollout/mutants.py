@@ -57,7 +57,7 @@ _QUEUE = {
   "tokens have the first version": (
     "sample_and_verify:_append",
     given(version=lambda g: g.version * 0),
-    _VERBS + "test_tokens_have_the_version_of_their_weights",
+    "test_weights.py::TestUpdateWeights::test_recompute",
   ),
   "priorities are the other way round": (
     "queue:order_of",
@@ -67,7 +67,7 @@ _QUEUE = {
   "all samples of every prompt": (
     "enqueue:new_queue",
     given(requests=_one_sample_more),
-    _BY_HAND + "test_num_samples_of_each_prompt",
+    "test_until.py::test_empty_groups_are_not_complete",
   ),
 }
 
@@ -136,17 +136,17 @@ _OF_TRANSFER = {
   "imported pages have the contents of their neighbours": (
     "import_sequences:write_pages",
     given(sources=lambda g: g.sources[::-1]),
-    _EXPORT + "test_moved_sequences_change_no_token",
+    _EXPORT + "test_moves_change_no_bit",
   ),
   "a page that is not full stays behind": (
     "export:_computed",
     returned(lambda out, g: (out[0], out[1] // 2 * 2, out[2])),
-    _EXPORT + "test_moved_sequences_change_no_token",
+    _EXPORT + "test_moves_change_no_bit",
   ),
   "pages of all secrets are used": (
     "import_rules:fingerprint_of",
     returned(lambda out, g: out * 0),
-    _EXPORT + "test_pages_of_other_secrets_and_versions_are_recomputed",
+    "test_moved_pages.py::test_pages_of_running_sequences_move",
   ),
   "imported samples find no group": (
     "import_sequences:_rows_of",

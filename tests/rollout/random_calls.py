@@ -16,8 +16,9 @@ import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
 from jaxkv.rollout import SequenceStatus
+from tests.rollout import by_hand
 
-_VOCABULARY, _WIDTH, _LIMIT = 11, 4, 24
+_VOCABULARY, _WIDTH, _LIMIT = 11, by_hand.WIDTH, 24
 _SAMPLES, _GROUPS, _PROMPT = 2, 4, 8
 _STOP = 3
 _RNG = np.random.default_rng(3)
@@ -114,10 +115,7 @@ class Calls:
     self.version, self.next_id = 0, 0
     self.done: dict[str, int] = {}
     self._key = jax.random.key(seed)
-    kv = kv_memory.init(
-      SIZES, num_layers=1, num_kv_heads=1, head_dim=_WIDTH, dtype=jnp.float32
-    )
-    kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
+    kv = by_hand.poisoned(by_hand.pages(SIZES))
     rows = _GROUPS * _SAMPLES
     self.state = rollout.init(
       jaxkv.init(SIZES, jax.random.key(9)),

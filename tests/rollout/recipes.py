@@ -5,12 +5,10 @@ import textwrap
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
 import jaxkv
-from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
@@ -88,16 +86,6 @@ def attention_alone() -> dict[str, Any]:
   """Returns names for the fast model of `by_hand`, with four prompts."""
   sizes = by_hand.sizes(20, 3)
 
-  def pages() -> kv_memory.KVPages:
-    kv = kv_memory.init(
-      sizes,
-      num_layers=1,
-      num_kv_heads=1,
-      head_dim=by_hand.WIDTH,
-      dtype=jnp.float32,
-    )
-    return by_hand.poisoned(kv)
-
   return names_of(
     rollout.all_logits(by_hand.model),
     None,
@@ -105,7 +93,7 @@ def attention_alone() -> dict[str, Any]:
     rollout.RolloutConfig(
       num_samples=3, max_new_tokens=6, stop_token=4, prefill_chunk=4
     ),
-    pages,
+    lambda: by_hand.poisoned(by_hand.pages(sizes)),
     by_hand.PROMPTS,
   )
 
@@ -117,18 +105,44 @@ def llama(**options: Any) -> dict[str, Any]:
     **options: options of `models.forward`.
   """
   random = np.random.default_rng(1)
+  names = of_decoder(
+    LLAMA,
+    models.init_params(jax.random.key(0), LLAMA),
+    [random.integers(0, 48, 1 + row % 9).tolist() for row in range(16)],
+  )
+  return names | {"model": functools.partial(names["model"], **options)}
+
+
+def of_decoder(
+  decoder: models.Decoder,
+  params: Any,
+  prompts: list[list[int]],
+  *,
+  num_pages: int = 1500,
+  pages_per_slot: int = 5,
+  **options: Any,
+) -> dict[str, Any]:
+  """Returns names for a decoder; `options` are more of the rollout's config."""
   sizes = jaxkv.CacheConfig(
-    num_pages=1500, page_size=4, num_slots=3, pages_per_slot=5
+    num_pages=num_pages,
+    page_size=4,
+    num_slots=3,
+    pages_per_slot=pages_per_slot,
+    groups=models.cache_groups(decoder),
+  )
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=9, stop_token=3, prefill_chunk=8, **options
+  )
+  make_kv = functools.partial(
+    models.init_kv, decoder, sizes, record_experts=config.record_experts
   )
   return names_of(
-    functools.partial(models.forward, config=LLAMA, **options),
-    models.init_params(jax.random.key(0), LLAMA),
+    functools.partial(models.forward, config=decoder),
+    params,
     sizes,
-    rollout.RolloutConfig(
-      num_samples=2, max_new_tokens=9, stop_token=3, prefill_chunk=8
-    ),
-    lambda: by_hand.poisoned(models.init_kv(LLAMA, sizes)),
-    [random.integers(0, 48, 1 + row % 9).tolist() for row in range(16)],
+    config,
+    lambda: by_hand.poisoned(make_kv()),
+    prompts,
   )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,21 +53,6 @@ def test_gpu_programs_change_no_token(decode_steps):
     state = by_hand.begun(by_hand.sizes(61, 3), config)
     state = by_hand.program()(state, 0.7)
   by_hand.check_sequences(state, config, 0.7)
-
-
-@pytest.mark.deep
-def test_windows_hold_the_pages_of_a_round():
-  """Windows of three groups hold what a whole round needs."""
-  windows = (3, 5, None)
-  kinds: list[Any] = [jaxkv.SlidingWindow(3, page_size=2)]
-  kinds += [
-    jaxkv.SlidingWindow(5, page_size=2),
-    jaxkv.FullAttention(page_size=2),
-  ]
-  sizes = dataclasses.replace(by_hand.sizes(60, 3), groups=tuple(kinds))
-  config = _config(4)
-  state = by_hand.program(windows)(by_hand.begun(sizes, config), 0.7)
-  by_hand.check_sequences(state, config, 0.7, windows)
 
 
 @pytest.mark.slow

@@ -91,19 +91,3 @@ def test_no_draft_exceeds_the_limit():
   # Steps with drafts are no prefill.
   kinds = {span.kind for span in rollout.timeline(state).spans()}
   assert kinds == {"decode"}
-
-
-@pytest.mark.slow
-def test_dropped_sequence_has_its_first_limit():
-  """The limit is three tokens again, not the one token of the second turn."""
-  config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)
-  run = _program()
-  end_state = _run_to_end(_begun(config, rollout.Sampling(), 2), run)
-  assert end_state.queue.length.tolist() == [4, 4]
-  state, out = rollout.extend(end_state, [0], [[2, 1]], [2], max_tokens=[1])
-  assert out.ok.tolist() == [True]
-  assert _run_to_end(state, run).queue.length.tolist() == [7, 4]
-  state = rollout.update_weights(state, "drop")
-  end_state = _run_to_end(state, run)
-  assert end_state.queue.length.tolist() == [4, 4]
-  assert end_state.queue.versions[0, 1:4].tolist() == [1, 1, 1]

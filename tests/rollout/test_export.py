@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv import sharding
 from tests.models import exact_families as families
 from tests.rollout import by_hand
 from tests.rollout import moves
-from tests.rollout import recipes
 
 _OK, _SKIPPED = jaxkv.Status.OK, jaxkv.Status.SKIPPED
 _BAD, _FULL = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.QUEUE_FULL
@@ -52,40 +49,6 @@ def _with_key(state: rollout.RolloutState, secret_of) -> rollout.RolloutState:
   return by_hand.with_cache(state, cache)
 
 
-@pytest.mark.slow
-def test_moved_sequences_change_no_token():
-  """Sequences continue in other slots and pages without recomputing."""
-  run = by_hand.program()
-  source = run(_begun((2, 2, 2, 1)), 1.0, 2)
-  status = source.queue.status.tolist()
-  assert {by_hand.RUNS} <= set(status)
-  # Some run, some wait for the prompt of a sample, or to be computed.
-  lengths = source.memory.cache.length.tolist()
-  assert 0 in lengths and any(length % 2 for length in lengths)
-  # The prompt of a sequence that is in the way.
-  target = _begun((1, 0, 0, 0), first_sequence=100)
-  target = run(_with_key(target, source), 1.0, 3)
-  moved = [3, 0, 5, 4, 1, 2]
-  source, exported = rollout.export(source, moved)
-  assert exported.ok.all()
-  target, out = rollout.import_sequences(target, exported, mask=[True] * 6)
-  assert out.code.tolist() == [_OK] * 6
-  rollout.check(source)
-  rollout.check(target)
-  target = run(target, 1.0)
-  source = run(source, 1.0)
-  assert int(target.counters.recomputed) == 0
-  end_of = {}
-  for queue in (source.queue, target.queue):
-    for row in np.flatnonzero(queue.status == by_hand.DONE).tolist():
-      end_of[int(queue.ids[row])] = queue, row
-  assert sorted(end_of) == [0, 1, 2, 3, 4, 5, 6, 100]
-  for seq_id in [*range(7), 100]:
-    prompt = by_hand.PROMPTS[seq_id // 2 if seq_id < 100 else 0]
-    expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
-    by_hand.check_sequence(*end_of[seq_id], expected)
-
-
 def test_exported_sequences_can_be_pickled():
   _, exported = rollout.export(_begun((2, 1, 0, 0)), [0, 1, 2], max_pages=1)
   copy = pickle.loads(pickle.dumps(jax.device_get(exported)))
@@ -96,40 +59,6 @@ def test_exported_sequences_can_be_pickled():
   np.testing.assert_array_equal(*data)
   _, out = rollout.import_sequences(_target(), copy)
   assert out.ok.all()
-
-
-@pytest.mark.deep
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_sequences_move_between_shards():
-  """In one program, each shard exports, and imports the other's sequences."""
-  run = by_hand.program()
-  source = run(_begun((2, 2, 2, 1)), 1.0, 2)
-  target = run(
-    _with_key(_begun((1, 0, 0, 0), first_sequence=100), source), 1.0, 3
-  )
-  states = jax.tree.map(lambda *leaves: jnp.stack(leaves), source, target)
-  axes = recipes.axes_of(data=2)
-
-  def move(state):
-    is_source = lax.axis_index("data") == 0
-    ids = jnp.where(is_source, jnp.asarray([3, 0, 5, 4, 1, 2], jnp.int32), -1)
-    state, exported = rollout.export(state, ids)
-    exported = lax.ppermute(exported, "data", [(0, 1), (1, 0)])
-    return rollout.import_sequences(state, exported)
-
-  states = jax.device_put(states, sharding.state_shardings(states, axes=axes))
-  moved = functools.partial(sharding.each_shard, move, axes=axes)
-  states, out = jax.jit(moved)(states)
-  assert out.code.tolist() == [[_SKIPPED] * 6, [_OK] * 6]
-  target = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), states)
-  rollout.check(target)
-  state = run(target, 1.0)
-  assert int(state.counters.recomputed) == 0
-  for seq_id in range(6):
-    (row,) = np.flatnonzero(np.asarray(state.queue.ids) == seq_id).tolist()
-    prompt = by_hand.PROMPTS[seq_id // 2]
-    expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
-    by_hand.check_sequence(state.queue, row, expected)
 
 
 @pytest.mark.slow
@@ -302,11 +231,6 @@ def test_every_family_moves_without_recomputing(name):
 
 
 @pytest.mark.deep
-def test_moves_with_scarce_pages_change_no_bit():
-  assert _check_moves("llama", 20, _SCARCE).recomputed() > 0
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize(
   "options",
   [
@@ -352,29 +276,6 @@ def test_a_thousand_moves_change_no_bit(name, numerics, specs):
   fleet = _check_moves(name, 650, specs, numerics)
   assert len(fleet.moved) >= 1000
   assert (fleet.recomputed() > 0) == (specs is _SCARCE)
-
-
-@pytest.mark.deep
-def test_pages_of_other_secrets_and_versions_are_recomputed():
-  """Pages of another secret, or of older weights, are not used."""
-  run = by_hand.program()
-  source = run(_begun((2, 2, 2, 1)), 1.0, 3)
-  _, exported = rollout.export(source, [0, 1, 2, 3, 4, 5, 6])
-  assert int(jnp.max(exported.num_computed)) > 3
-  updated = rollout.update_weights(_target(secret_of=source))
-  for state in (_target(), updated):
-    state, out = rollout.import_sequences(state, exported)
-    assert out.ok.all()
-    assert not jnp.any(state.queue.status == by_hand.RUNS)
-    assert not jnp.any(state.memory.cache.length)
-    state = run(state, 1.0)
-    assert int(state.counters.recomputed) > 0
-    for seq_id in range(7):
-      (row,) = np.flatnonzero(state.queue.ids == seq_id)
-      prompt = by_hand.PROMPTS[seq_id // 2]
-      expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
-      length = int(state.queue.length[row])
-      assert state.queue.tokens[row, :length].tolist() == expected.tokens
 
 
 @pytest.mark.deep

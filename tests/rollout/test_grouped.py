@@ -14,12 +14,9 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
-from tests.rollout.by_forward import arguments_of
+from tests.models import tiny_decoders as tiny
 
-_MODEL = models.llama(
-  vocab_size=16, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1,
-  head_dim=16, mlp_dim=64,
-)  # fmt: skip
+_MODEL = tiny.decoder(tiny.LAYERS["llama"])
 _SIZES = jaxkv.CacheConfig(
   num_pages=256, page_size=4, num_slots=16, pages_per_slot=4
 )
@@ -165,7 +162,7 @@ def test_sizes_of_other_types_are_refused(name, value):
 
 @pytest.mark.deep
 def test_states_and_tuples_are_refused():
-  _, state = _params_and_rollout()
+  state = _rollout()
   options = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}
   harvested = rollout.harvest(state)
   for value, message in (
@@ -223,7 +220,7 @@ class TestPrompts:
   @pytest.mark.slow
   def test_rows_in_another_order(self):
     """`harvest` gives rows in the order of the ids."""
-    _, state = _params_and_rollout()
+    state = _rollout()
     options = {"prompt_columns": 4, "completion_columns": 6}
     # Both prompts of the first four; then the third one, and rows that are
     # not valid, since number 6 does not exist.
@@ -236,77 +233,24 @@ class TestPrompts:
     assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
 
 
-def _rollout(params: Any) -> rollout.RolloutState:
+@functools.cache
+def _rollout() -> rollout.RolloutState:
   """Runs prompts of three lengths; the second one has fewer samples."""
-  prompts = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]], jnp.int32)
+  requests = rollout.Requests(
+    [[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]],
+    [4, 3, 1],
+    num_samples=[4, 2, 4],
+  )
   state = rollout.init(
     jaxkv.init(_SIZES, jax.random.key(2)),
     models.init_kv(_MODEL, _SIZES),
-    rollout.Requests(
-      prompts,
-      jnp.asarray([4, 3, 1], jnp.int32),
-      num_samples=np.array([4, 2, 4], np.int32),
-      sampling=rollout.Sampling(
-        temperature=0.7,
-        max_tokens=jnp.arange(12, dtype=jnp.int32) % 6 + 1,
-      ),
-    ),
+    requests,
     jax.random.key(1),
     rollout.RolloutConfig(num_samples=4, max_new_tokens=6),
   )
-  return rollout.generate(
-    params, state, model=functools.partial(models.forward, config=_MODEL)
-  )
-
-
-@functools.cache
-def _params_and_rollout() -> tuple[Any, rollout.RolloutState]:
-  """Returns weights, and a rollout that sampled with them."""
-  params = models.init_params(jax.random.key(0), _MODEL)
-  return params, jax.jit(_rollout)(params)
-
-
-@pytest.mark.slow
-def test_trainer_log_probs_equal_those_of_the_rollout():
-  """In one program: the rollout, the log-probs, the loss and its gradient."""
-
-  @jax.jit
-  def trained(params: Any) -> Any:
-    out = rollout.grouped(
-      rollout.generated(_rollout(params)),
-      num_samples=4,
-      prompt_columns=4,
-      completion_columns=6,
-    )
-    good = rl.group_normalized(
-      jnp.sum(out.completions % 3 == 0, axis=2).ravel().astype(jnp.float32),
-      num_samples=4,
-      mask=(out.completion_lengths > 0).ravel(),
-    ).reshape(out.mask.shape[:2])
-
-    def loss(params: Any) -> Any:
-      log_probs = models.grouped_log_probs(
-        params,
-        *arguments_of(out),
-        config=_MODEL,
-        temperature=0.7,
-        remat=True,
-      )
-      part, metrics = rl.grpo_loss(log_probs, out.log_probs, good, out.mask)
-      return part, (metrics, log_probs)
-
-    return out, jax.value_and_grad(loss, has_aux=True)(params)
-
-  params = models.init_params(jax.random.key(0), _MODEL)
-  out, ((_, (metrics, scores)), gradient) = trained(params)
-  np.testing.assert_allclose(scores, out.log_probs, rtol=1e-5, atol=1e-5)
-  lengths = np.arange(12).reshape(3, 4) % 6 + 1
-  lengths[1, 2:] = 0
-  np.testing.assert_array_equal(out.completion_lengths, lengths)
-  np.testing.assert_array_equal(np.sum(out.mask, axis=2), lengths)
-  np.testing.assert_allclose(metrics.ratio, 1, atol=1e-5)
-  largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
-  assert 1e-4 < largest < np.inf
+  model = functools.partial(models.forward, config=_MODEL)
+  run = jax.jit(functools.partial(rollout.generate, model=model))
+  return run(models.init_params(jax.random.key(0), _MODEL), state)
 
 
 @pytest.mark.slow

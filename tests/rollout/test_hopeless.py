@@ -11,28 +11,33 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 
 
-@pytest.mark.slow
 def test_sequences_that_never_fit_fail():
   """Of 7 pages 5 are pinned; the 2 free ones have room for 4 tokens.
 
   Seven tokens are never admitted. Two tokens are, and draw three more from
-  the four that fit; then no page is left, though the sequence is alone.
+  the four that fit; then no page is left, though the sequence is alone. One
+  token and another one fit.
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
-    by_hand.sizes(8, 1), config, [[1, 2, 3, 1, 2, 3, 1], [1, 2]]
+    by_hand.sizes(8, 1),
+    config,
+    [[1, 2, 3, 1, 2, 3, 1], [1, 2], [4]],
+    sampling=rollout.Sampling(max_tokens=[5, 5, 1]),
   )
   cache, _ = jaxkv.allocate(state.memory.cache, [10])
   cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
   cache, _ = jaxkv.free(cache, mask=[True])
   state = by_hand.program()(by_hand.with_cache(state, cache), 0.0, 50)
   assert bool(rollout.is_done(state)), "not done after 50 steps"
-  assert state.queue.status.tolist() == [by_hand.FAILED] * 2
-  assert set(state.queue.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
+  failed = by_hand.FAILED
+  assert state.queue.status.tolist() == [failed, failed, by_hand.DONE]
+  codes = [jaxkv.Status.OUT_OF_PAGES] * 2
+  assert state.queue.code.tolist() == [*codes, jaxkv.Status.OK]
   lengths = state.queue.length - state.queue.prompt_length
-  assert lengths.tolist() == [0, 3]
-  # One to refuse the first, three tokens, and one to find no page.
-  assert int(state.counters.steps) == 5
+  assert lengths.tolist() == [0, 3, 1]
+  # One to refuse the first, three tokens, one to find no page, and a token.
+  assert int(state.counters.steps) == 6
   assert int(state.counters.preempted) == 0
   assert int(state.memory.cache.pool.queue.num_free) == 2
 

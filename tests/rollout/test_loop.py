@@ -171,19 +171,6 @@ class TestTokens:
       prompt_tokens = int(jnp.sum(state.queue.prompt_length))
       assert int(counters.prefilled) < prompt_tokens // 2
 
-  @pytest.mark.slow
-  def test_tokens_do_not_depend_on_the_batch(self, small_model, program):
-    """Neither the slot nor the other sequences change a sequence's tokens."""
-    everyone = _initial(small_model, 3, 40, 8, 1)
-    run = functools.partial(program, small_model.params)
-    together = run(everyone, _END).queue
-    for row in (0, 3, 5):
-      status = np.full(6, by_hand.DONE, np.int32)
-      status[row] = by_hand.WAITS
-      single = by_hand.with_queue(everyone, status=jnp.asarray(status))
-      single = run(single, _END).queue
-      np.testing.assert_array_equal(single.tokens[row], together.tokens[row])
-
 
 class TestSpans:
   @pytest.mark.slow
@@ -240,27 +227,6 @@ class TestSpans:
     text = compiled.as_text()
     assert re.search(r"\b(infeed|outfeed|send|recv)\(", text) is None
     assert "callback" not in text
-
-
-class TestHopelessSequences:
-  def test_sequences_that_never_fit_fail(self, small_model, program):
-    """A sequence that can never run fails; the others end."""
-    state = _initial(small_model, 3, 40, 8, 1)
-    cache, _ = jaxkv.allocate(
-      state.memory.cache, jnp.asarray([96, 96, 32], jnp.int32)
-    )
-    cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
-    cache, _ = jaxkv.free(cache, mask=jnp.ones((3,), bool))
-    state = by_hand.with_cache(state, cache)
-    state = program(small_model.params, state, _END)
-    status = state.queue.status.tolist()
-    assert by_hand.FAILED in status
-    assert by_hand.DONE in status
-    failed = state.queue.status == by_hand.FAILED
-    expected = jnp.where(failed, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK)
-    assert state.queue.code.tolist() == expected.tolist()
-    num_pinned = jnp.sum(cache.pool.pin_count)
-    assert int(state.memory.cache.pool.queue.num_free) == 39 - int(num_pinned)
 
 
 class TestArguments:

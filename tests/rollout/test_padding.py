@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,21 +16,14 @@ _SLOTS = 16
 
 def _log_prob(tokens: list[int]) -> float:
   """Returns the log-prob of the last token after the others."""
-  logits = by_hand._logits(tokens[:-1], (None,))
+  logits = by_hand.logits_of(tokens[:-1])
   return float(jax.nn.log_softmax(logits)[tokens[-1]])
 
 
 @pytest.mark.slow
 def test_scores_after_prompts_of_one_token():
   sizes = by_hand.sizes(200, _SLOTS)
-  kv = jaxkv.kv.init(
-    sizes,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=by_hand.WIDTH,
-    dtype=jnp.float32,
-  )
-  memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv)
+  memory = rollout.Memory(cache=jaxkv.init(sizes), kv=by_hand.pages(sizes))
   random = np.random.default_rng(0)
   prompts = random.integers(0, by_hand.VOCABULARY, (60, 9)).astype(np.int32)
   lengths = random.integers(1, 10, 60).astype(np.int32)

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
@@ -116,51 +115,24 @@ def _params(config):
   return jax.tree.unflatten(tree, list(map(jnp.add, leaves, noise)))
 
 
-class _Job:
-  """A rollout of 12 prompts of 1 to 9 tokens."""
-
-  def __init__(self, name):
-    self.config = _decoder(name)
-    self.params = _params(self.config)
-    self.sizes = jaxkv.CacheConfig(
-      num_pages=1500,
-      page_size=4,
-      num_slots=3,
-      pages_per_slot=5,
-      groups=models.cache_groups(self.config),
-    )
-    rng = np.random.default_rng(1)
-    prompts = rng.integers(0, _VOCABULARY, (12, 9)).astype(np.int32)
-    lengths = np.asarray([1 + row % 9 for row in range(12)], np.int32)
-    options = rollout.RolloutConfig(
-      num_samples=2, max_new_tokens=9, stop_token=3, prefill_chunk=8
-    )
-    requests = rollout.Requests(prompts, lengths)
-    self.arguments = requests, jax.random.key(3), options
-
-  def memory(self):
-    # Unused pages hold NaN, which must not reach a logit.
-    kv = jax.tree.map(
-      lambda pool: pool * jnp.nan, models.init_kv(self.config, self.sizes)
-    )
-    return jaxkv.init(self.sizes, jax.random.key(4)), kv
-
-  def model(self, **options):
-    return functools.partial(models.forward, config=self.config, **options)
+def _names(name):
+  """Returns names as in `recipes`, for 12 prompts of 1 to 9 tokens."""
+  decoder = _decoder(name)
+  rng = np.random.default_rng(1)
+  prompts = [
+    rng.integers(0, _VOCABULARY, 1 + row % 9).tolist() for row in range(12)
+  ]
+  return recipes.of_decoder(decoder, _params(decoder), prompts)
 
 
 @functools.cache
 def _one_device_results(name):
   """Returns the results of one device."""
-  job = _Job(name)
-  state = rollout.init(*job.memory(), *job.arguments)
-  run = jax.jit(functools.partial(rollout.generate, model=job.model()))
-  results = rollout.generated(run(job.params, state))
+  names = _names(name)
+  state = recipes.done(names, recipes.begun(names))
+  results = rollout.generated(state)
   assert len(np.unique(results.tokens)) > _VOCABULARY // 2
   return jax.device_get(results)
-
-
-_WHOLE = ("deepseek", "qwen3_next")
 
 
 @needs_eight
@@ -169,19 +141,17 @@ _WHOLE = ("deepseek", "qwen3_next")
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_results_equal_one_device(name, count):
   """No page moves, and a layer has two all-reduces."""
-  job = _Job(name)
+  names = _names(name)
   axes = _axes(count)
-  options = {}
   if name == "deepseek":
-    options["head_sharding"] = NamedSharding(axes.mesh, P("model"))
-  cache, kv = sharding.init_memory(job.memory, axes=axes)
-  state = sharding.init(cache, kv, *job.arguments, axes=axes)
-  params = jax.device_put(
-    job.params, sharding.param_shardings(job.params, axes=axes)
-  )
-  model = job.model(**options)
-  run = functools.partial(sharding.generate, axes=axes, model=model)
-  compiled = jax.jit(run, donate_argnums=1).lower(params, state).compile()
+    head_sharding = NamedSharding(axes.mesh, P("model"))
+    names["model"] = functools.partial(
+      names["model"], head_sharding=head_sharding
+    )
+  state = recipes.begun_on(names, axes)
+  run = functools.partial(sharding.generate, axes=axes, model=names["model"])
+  program = jax.jit(run, donate_argnums=1)
+  compiled = program.lower(names["params"], state).compile()
   pools = [
     leaf.addressable_shards[0].data.shape
     for leaf in jax.tree.leaves(state.memory.kv)
@@ -194,7 +164,8 @@ def test_results_equal_one_device(name, count):
   )
   for pool in pools:
     assert pool_sized_rewrites(compiled, pool) == []
-  results = sharding.generated(compiled(params, state), axes=axes)
+  state = compiled(names["params"], state)
+  results = sharding.generated(state, axes=axes)
   expected = _one_device_results(name)
   for field in ("tokens", "lengths", "finish", "valid"):
     np.testing.assert_array_equal(

@@ -145,22 +145,6 @@ def test_drafts_continue_repeated_ngrams():
   assert _drafts_of(state).counts.tolist() == [1, 3, 0, 0]
 
 
-@pytest.mark.deep
-def test_drafts_change_no_token():
-  """Right and wrong drafts change no token."""
-  prompts = [[1, 1, 1, 1, 1], [2, 3, 2, 3]]
-  config = dataclasses.replace(_GUESSES, draft_match=1)
-  state = by_hand.begun(by_hand.sizes(60, 4), config, prompts)
-  state = by_hand.program()(state, 0.7, 60)
-  assert bool(rollout.is_done(state)), "not done after 60 steps"
-  counters = state.counters
-  assert 0 < int(counters.accepted) < int(counters.drafted)
-  for seq_id in range(4):
-    expected = by_hand.expected(seq_id, prompts[seq_id // 2], 0.7, config)
-    by_hand.check_sequence(state.queue, seq_id, expected)
-  rollout.check(state)
-
-
 def _model(params, batch, kv):
   """Returns logits that select the token in the row's `extra`."""
   del params, kv

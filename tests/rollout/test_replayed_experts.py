@@ -14,6 +14,7 @@ from jaxkv import kv as memory
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.engine import expert_records
+from tests.models import tiny_decoders as tiny
 from tests.models.chosen_experts import chosen_experts
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
@@ -33,19 +34,19 @@ _CONFIG = rollout.RolloutConfig(
 )
 
 
-def _experts_of(tokens: Any, positions: Any, version: Any) -> Any:
+def _experts_of(tokens: Any, positions: Any, row: Any) -> Any:
   """Returns the experts of tokens of a toy model: [..., J, k], below 256."""
-  base = tokens * 7 + positions * 3 + version * 50
+  base = tokens * 7 + positions * 3 + row * 50
   offsets = np.arange(_LAYERS * _CHOSEN, dtype=np.int32)
   offsets = offsets.reshape((1,) * base.ndim + (_LAYERS, _CHOSEN))
   return base[..., None, None] + offsets
 
 
-def _model(version, batch, kv):
-  """Runs the model of `by_hand`; experts depend on the weights' version."""
+def _model(params, batch, kv):
+  """Runs the model of `by_hand`; experts depend on the row of the queue."""
   pages, expert_ids = kv
-  logits, pages = by_hand.model(None, batch, pages)
-  used = _experts_of(batch.tokens, batch.positions, version)
+  logits, pages = by_hand.model(params, batch, pages)
+  used = _experts_of(batch.tokens, batch.positions, batch.rows.numbers[None])
   for layer in range(_LAYERS):
     expert_ids = memory.write_expert_ids(
       expert_ids, batch.views[0], layer, used[:, :, layer]
@@ -58,51 +59,14 @@ def _begun(
   slots=3,
   config=_CONFIG,
   prompts=by_hand.PROMPTS,
-  temperature=1.0,
   **options,
 ):
-  """Returns a rollout in pages of two tokens, too few for all slots."""
+  """Returns a rollout in pages of two tokens."""
   sizes = dataclasses.replace(by_hand.sizes(pages, slots), **options)
-  kv = memory.init(
-    sizes, num_layers=1, num_kv_heads=1, head_dim=by_hand.WIDTH, dtype="float32"
-  )
   expert_ids = memory.init_expert_ids(sizes, num_layers=_LAYERS, width=_CHOSEN)
   expert_ids = dataclasses.replace(expert_ids, values=expert_ids.values + 255)
-  width = max(map(len, prompts))
-  rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
-  return rollout.init(
-    jaxkv.init(sizes),
-    (kv, expert_ids),
-    rollout.Requests(
-      rows,
-      list(map(len, prompts)),
-      sampling=rollout.Sampling(temperature=temperature),
-    ),
-    jax.random.key(7),
-    config,
-  )
-
-
-@functools.cache
-def runner() -> by_hand.Runner:
-  """Returns a rollout that is compiled once for all tests."""
-  return by_hand.Runner(rollout.all_logits(_model), jnp.int32(0))
-
-
-def _run(state, steps=by_hand.NO_LIMIT, version=0):
-  program = runner()
-  program._params = jnp.int32(version)
-  return program(state, 1.0, steps)
-
-
-def _check(out: rollout.Generated, rows, version=0, counts=None) -> None:
-  """Checks the experts of all tokens but the last, or of the first `counts`."""
-  for row in rows:
-    length = int(out.lengths[row]) - 1 if counts is None else int(counts[row])
-    tokens = np.asarray(out.tokens[row])
-    expected = _experts_of(tokens, np.arange(len(tokens)), version)
-    expected[length:] = -1
-    np.testing.assert_array_equal(out.experts[row], expected, str(row))
+  kv = by_hand.pages(sizes), expert_ids
+  return by_hand.begun(sizes, config, prompts, kv=kv)
 
 
 @pytest.mark.fast
@@ -138,114 +102,11 @@ def test_experts_under_which_a_token_was_sampled_are_kept():
   assert saved[:, :, 0, 0].tolist() == expected
 
 
-@pytest.mark.deep
-def test_preempted_sequences_keep_their_experts():
-  """Forks, drafts, cached prefixes, and sequences that lose their pages."""
-  state = _run(_begun())
-  assert int(state.counters.preempted) > 0
-  assert int(state.counters.forked) > 0
-  assert 0 < int(state.counters.accepted) < int(state.counters.drafted)
-  out = rollout.generated(state)
-  assert out.experts.shape == (8, 15, _LAYERS, _CHOSEN)
-  assert out.experts.dtype == jnp.int16
-  _check(out, range(8))
-  rollout.check(state)
-
-
-@pytest.mark.deep
-def test_decode_steps_record_all_experts():
-  """60 pages are enough; 14 shorten the rounds."""
-  config = dataclasses.replace(_CONFIG, draft_tokens=0, decode_steps=4)
-  for pages in (60, 14):
-    state = _run(_begun(pages, config=config))
-    _check(rollout.generated(state), range(8))
-    rollout.check(state)
-
-
-def test_verbs_keep_recorded_experts():
-  """Experts of running sequences, after each verb, and of reused rows."""
-  state = _run(_begun(), 6)
-  running = np.asarray(state.slots.row).tolist()
-  busy = [row for row in running if row < 8]
-  counts = {
-    row: int(state.memory.cache.length[slot])
-    for slot, row in enumerate(running)
-  }
-  assert len(busy) >= 2 and min(counts[row] for row in busy) > 0
-  _check(rollout.generated(state), busy, counts=counts)
-  # What stood in pages only is not lost with them.
-  state, _ = rollout.abort(state, busy[:1])
-  state, _ = rollout.requeue(state, busy[1:2])
-  _check(rollout.generated(state), busy, counts=counts)
-  state = _run(state)
-  state, out = rollout.extend(
-    state, [4, 5], [[5, 4]] * 2, [2, 2], max_tokens=[1, 1]
-  )
-  assert np.all(np.asarray(out.ok)) and busy[0] not in (4, 5)
-  state, harvested = rollout.harvest(_run(state))
-  assert np.all(np.asarray(harvested.ok))
-  _check(harvested.results, busy[:1], counts=counts)
-  _check(harvested.results, [row for row in range(8) if row != busy[0]])
-  state, _ = rollout.submit(state, rollout.Requests([[7, 8, 3]], [3]))
-  assert np.all(np.asarray(rollout.generated(state).experts) == -1)
-  out = rollout.generated(_run(state))
-  _check(out, [0, 1])
-  assert np.all(np.asarray(out.experts)[2:] == -1)
-
-
-def _check_kept(out: rollout.Generated, before: rollout.Generated, row) -> None:
-  """Checks experts of a row that another version of the model recomputed.
-
-  Tokens whose next token is in `before` and was sampled have the experts of
-  version 0.
-  """
-  length = int(out.lengths[row]) - 1
-  tokens = np.asarray(out.tokens[row])
-  columns = np.arange(len(tokens))
-  was_sampled = np.asarray(before.mask[row])
-  version = 1 - np.append(was_sampled[1:], False).astype(np.int32)
-  assert set(version[:length]) == {0, 1}
-  expected = _experts_of(tokens, columns, version)
-  expected[length:] = -1
-  np.testing.assert_array_equal(out.experts[row], expected, str(row))
-
-
-def test_log_probs_and_experts_are_of_one_computation():
-  """Sequences lose their pages, and another model computes them again."""
-  state = _run(_begun(60), 9)
-  before = rollout.generated(state)
-  waiting = [row for row in np.asarray(state.slots.row).tolist() if row < 8]
-  waiting = [row for row in waiting if np.asarray(before.mask[row]).any()]
-  assert waiting
-  state, _ = rollout.requeue(state, state.queue.ids)
-  cache, _ = jaxkv.reset_prefix_cache(state.memory.cache)
-  memory = dataclasses.replace(state.memory, cache=cache)
-  state = _run(dataclasses.replace(state, memory=memory), version=1)
-  out = rollout.generated(state)
-  for row in waiting:
-    _check_kept(out, before, row)
-
-
 def test_merged_pages():
   """Of equal samples, each has its own experts, though they share pages."""
-
-  def model(params, batch, kv):
-    logits, (pages, expert_ids) = _model(params, batch, kv)
-    used = _experts_of(batch.tokens, batch.positions, batch.rows.numbers[None])
-    for layer in range(_LAYERS):
-      expert_ids = memory.write_expert_ids(
-        expert_ids, batch.views[0], layer, used[:, :, layer]
-      )
-    return logits, (pages, expert_ids)
-
   config = dataclasses.replace(_CONFIG, draft_tokens=0)
-  state = _begun(
-    60, 2, config, [[1, 2, 3]], merge_duplicates=True, temperature=0.0
-  )
-  generate = functools.partial(
-    rollout.generate, model=rollout.all_logits(model)
-  )
-  state = jax.jit(generate)(jnp.int32(0), state)
+  state = _begun(60, 2, config, [[1, 2, 3]], merge_duplicates=True)
+  state = by_hand.Runner(rollout.all_logits(_model))(state, 0.0)
   assert int(state.memory.cache.stats.merged_pages) > 0
   out = rollout.generated(state)
   np.testing.assert_array_equal(out.tokens[0], out.tokens[1])
@@ -253,30 +114,6 @@ def test_merged_pages():
     tokens, columns = np.asarray(out.tokens[row]), np.arange(2, 8)
     expected = _experts_of(tokens[2:8], columns, np.int32(row))
     np.testing.assert_array_equal(out.experts[row, 2:8], expected)
-
-
-def test_experts_of_new_weights():
-  """Experts are those of a log-prob's weights, else of those that ran last."""
-  start_state = _run(_begun(), 6)
-  ended = np.asarray(start_state.queue.status) == by_hand.DONE
-  before = rollout.generated(start_state)
-  has_ids = np.asarray(before.experts) >= 0
-  for how in ("recompute", "drop"):
-    state = rollout.update_weights(start_state, how)
-    new_state = _run(state, 1, version=1) if how == "recompute" else state
-    left = np.asarray(rollout.generated(new_state).experts) >= 0
-    # Until they are computed again, or not at all.
-    expected = has_ids & (ended[:, None, None, None] | (how == "recompute"))
-    assert np.array_equal(left & has_ids, expected)
-    out = rollout.generated(_run(state, version=1))
-    _check(out, np.flatnonzero(ended))
-    rows = np.flatnonzero(~ended)
-    if how == "recompute":
-      was_sampled = np.asarray(before.mask).any(axis=1)
-      for row in np.flatnonzero(~ended & was_sampled):
-        _check_kept(out, before, row)
-      rows = np.flatnonzero(~ended & ~was_sampled)
-    _check(out, rows, version=1)
 
 
 def test_pools_are_updated_in_place():
@@ -290,7 +127,8 @@ def test_pools_are_updated_in_place():
   experts = state.queue.experts
   assert experts is not None
   assert sorted(leaf_sizes)[-2:] == [pool.size, experts.size]
-  program = jax.jit(runner(), donate_argnums=0)
+  runner = by_hand.Runner(rollout.all_logits(_model))
+  program = jax.jit(runner, donate_argnums=0)
   compiled = program.lower(state, jnp.float32(1)).compile()
   assert pool_sized_rewrites(compiled, pool.shape) == []
 
@@ -322,19 +160,11 @@ class TestArguments:
       rollout.init(cache, (kv, experts), requests, jax.random.key(0), _CONFIG)
 
 
-_ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
-_EXPERTS = models.Experts(
-  num_experts=6, num_chosen=2, inner_dim=12, scores="chosen_softmax"
-)
-_DECODER = models.Decoder(
-  vocab_size=23,
-  embed_dim=16,
-  layers=(
-    models.Layer(
-      attention=dataclasses.replace(_ATTENTION, window=5), mlp=_EXPERTS
-    ),
-    models.Layer(attention=_ATTENTION, mlp=_EXPERTS),
-  ),
+_DECODER = tiny.decoder(
+  (
+    tiny.layer(tiny.attention(window=5), tiny.EXPERTS),
+    tiny.layer(tiny.attention(), tiny.EXPERTS),
+  )
 )
 
 

@@ -162,14 +162,14 @@ class TestArguments:
     with pytest.raises(TypeError, match=message):
       jax.jit(lambda entropy: _call(entropy=entropy))(True)
     state = fresh()
-    model = functools.partial(models.forward, config=MODELS["plain"])
+    model = functools.partial(models.forward, config=MODELS["llama"])
     run = functools.partial(
       rollout.score, model=model, chunk=np.int64(6), top_log_probs=np.int32(2)
     )
     _, scored = jax.eval_shape(run, weights(), state, *GROUPS)
     assert scored.top_tokens.shape == (3, 3, 7, 2)
 
-  @pytest.mark.parametrize("model", [None, MODELS["plain"]])
+  @pytest.mark.parametrize("model", [None, MODELS["llama"]])
   def test_models_of_other_types_are_refused(self, model):
     message = f"`model` must be .* got {type(model).__name__}; give functools"
     with pytest.raises(TypeError, match=message):
@@ -177,7 +177,7 @@ class TestArguments:
 
 
 def _call(state=None, groups=GROUPS, **options):
-  model = functools.partial(models.forward, config=MODELS["plain"])
+  model = functools.partial(models.forward, config=MODELS["llama"])
   options = {"model": model, **options}
   state = fresh() if state is None else state
   return rollout.score(weights(), state, *groups, **options)
@@ -206,7 +206,7 @@ class TestBadLogits:
     token = int(GROUPS.completions[0, 0, 0])
 
     def model(params, batch, kv):
-      logits, kv = models.forward(params, batch, kv, config=MODELS["plain"])
+      logits, kv = models.forward(params, batch, kv, config=MODELS["llama"])
       return logits.at[:, token].set(-jnp.inf), kv
 
     score = functools.partial(rollout.score, model=model, chunk=6)

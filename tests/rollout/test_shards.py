@@ -33,14 +33,7 @@ def _names_of(lengths, num_samples=1, slots=2) -> dict:
   sizes = by_hand.sizes(40, slots)
 
   def memory():
-    kv = jaxkv.kv.init(
-      sizes,
-      num_layers=1,
-      num_kv_heads=1,
-      head_dim=by_hand.WIDTH,
-      dtype=jnp.float32,
-    )
-    return jaxkv.init(sizes, jax.random.key(4)), kv
+    return jaxkv.init(sizes, jax.random.key(4)), by_hand.pages(sizes)
 
   requests = rollout.Requests(
     prompts.astype(np.int32),

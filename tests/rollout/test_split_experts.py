@@ -12,11 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
-from tests.rollout import by_hand
 from tests.rollout import recipes
 from tests.tools.collectives import collectives
 
@@ -59,23 +57,6 @@ def _names(name, **options):
     layers=_FAMILIES[name],
     tied_embeddings=False,
   )
-  sizes = jaxkv.CacheConfig(
-    num_pages=60,
-    page_size=4,
-    num_slots=3,
-    pages_per_slot=6,
-    groups=models.cache_groups(decoder),
-  )
-  config = rollout.RolloutConfig(
-    num_samples=2,
-    max_new_tokens=9,
-    stop_token=3,
-    prefill_chunk=8,
-    raw_log_probs=True,
-    record_experts=True,
-    timeline=64,
-    **options,
-  )
   rng = np.random.default_rng(1)
   prompts = [
     rng.integers(0, _VOCABULARY, 1 + 3 * row % 13).tolist() for row in range(13)
@@ -83,12 +64,17 @@ def _names(name, **options):
   params = models.init_params(jax.random.key(0), decoder)
   # Larger than the initial biases, which are zeros.
   params = jax.tree.map(lambda leaf: jnp.where(leaf == 0, 0.1, leaf), params)
-  model = functools.partial(models.forward, config=decoder)
-
-  def kv():
-    return by_hand.poisoned(models.init_kv(decoder, sizes, record_experts=True))
-
-  return recipes.names_of(model, params, sizes, config, kv, prompts)
+  return recipes.of_decoder(
+    decoder,
+    params,
+    prompts,
+    num_pages=60,
+    pages_per_slot=6,
+    raw_log_probs=True,
+    record_experts=True,
+    timeline=64,
+    **options,
+  )
 
 
 def _axes(data, model=0):

@@ -110,7 +110,7 @@ def _expected(seq_id, prompt, key, temperature, config):
   key = jax.random.fold_in(key, seq_id)
   tokens = [*prompt]
   for count in range(config.max_new_tokens):
-    logits = by_hand._logits(tokens, (None,))
+    logits = by_hand.logits_of(tokens)
     for layer in range(_LAYERS):
       state = np.zeros((1, len(_PRIMES)), np.float32)
       for token in tokens:
@@ -135,31 +135,13 @@ def _sizes(pages, slots, **more):
 
 
 def _memory(sizes):
-  kv = memory.init(
-    sizes,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=by_hand.WIDTH,
-    dtype=jnp.float32,
-  )
-  kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
   states = memory.init_states(sizes, num_layers=_LAYERS, shapes=_HASH)
-  nan = jax.tree.map(lambda x: x * jnp.nan, states.states)
-  return kv, dataclasses.replace(states, states=nan)
+  return by_hand.pages(sizes), states
 
 
-def _begun(sizes, config, kv=None, cache=None, **options):
-  width = max(map(len, _PROMPTS))
-  rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in _PROMPTS]
-  lengths = [len(prompt) for prompt in _PROMPTS]
-  return rollout.init(
-    jaxkv.init(sizes) if cache is None else cache,
-    _memory(sizes) if kv is None else kv,
-    rollout.Requests(rows, lengths),
-    by_hand.key(),
-    config,
-    **options,
-  )
+def _begun(sizes, config, kv=None, **options):
+  kv = _memory(sizes) if kv is None else kv
+  return by_hand.begun(sizes, config, _PROMPTS, kv=kv, **options)
 
 
 _program = functools.cache(lambda: by_hand.Runner(rollout.all_logits(_model)))

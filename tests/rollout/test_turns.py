@@ -8,7 +8,6 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
-from tests.rollout import by_hand
 
 pytestmark = pytest.mark.slow
 
@@ -81,28 +80,3 @@ def test_turns_recompute_at_most_a_page(count):
   # Not much less than that, or the bound would say nothing.
   assert computed > 0.8 * (needed + num_sampled)
   assert _program()._cache_size() == 1
-
-
-def test_extended_sequence_equals_a_longer_prompt():
-  """The tokens of a turn are those of one prompt with all earlier tokens."""
-  config = rollout.RolloutConfig(
-    max_new_tokens=3, max_length=14, prefill_chunk=4
-  )
-  program = by_hand.program()
-  state = by_hand.begun(by_hand.sizes(40, 2), config, [[1, 2, 3]] * 2)
-  state = program(state, 0.0)
-  first_turn = state.queue.tokens[1, :6].tolist()
-  state, out = rollout.extend(state, [1], [[9, 4, 0]], [2], max_tokens=[4])
-  assert out.ok.tolist() == [True]
-  state = program(state, 0.0)
-  whole = by_hand.begun(by_hand.sizes(40, 2), config, [[*first_turn, 9, 4]])
-  whole = program(whole, 0.0)
-  assert state.queue.tokens[1, :11].tolist() == (
-    whole.queue.tokens[0, :11].tolist()
-  )
-  assert state.queue.length.tolist() == [6, 12]
-  assert state.queue.start.tolist() == [3, 8]
-  mask = rollout.generated(state).mask[1].tolist()
-  assert mask == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 4 + (
-    [False] * 2
-  )

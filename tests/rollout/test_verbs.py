@@ -46,45 +46,6 @@ def _codes(out) -> list[int]:
 
 
 @pytest.mark.slow
-def test_unknown_and_repeated_ids_are_refused():
-  """Unknown ids, repeated ids, and masked rows."""
-  state = _begun()
-  state, out = rollout.requeue(
-    state, [4, 1, 1, -1, 1], mask=[True, False, True, True, True]
-  )
-  assert _codes(out) == [_UNKNOWN, _SKIPPED, _OK, _UNKNOWN, _UNKNOWN]
-
-
-@pytest.mark.slow
-def test_removed_sequences_free_their_slots():
-  """After one step the first sample computes; the second one waits for it.
-
-  Both leave their slots when the first one does, and give all pages back.
-  """
-  state = _program()(_begun(), 1.0, 1)
-  assert state.queue.status[:4].tolist() == [RUNS, RUNS, RUNS, WAITS]
-  assert state.slots.leader.tolist() == [3, 0, 3]
-  for verb, status in (
-    (rollout.requeue, [WAITS, WAITS, RUNS, WAITS]),
-    (rollout.abort, [DONE, WAITS, RUNS, WAITS]),
-  ):
-    new_state, out = verb(state, [0, 3], mask=[True, False])
-    assert _codes(out) == [_OK, _SKIPPED]
-    assert new_state.queue.status[:4].tolist() == status
-    assert new_state.slots.row.tolist() == [6, 6, 2]
-    assert new_state.slots.leader.tolist() == [3, 3, 3]
-    assert new_state.memory.cache.length[:2].tolist() == [0, 0]
-    rollout.check(new_state)
-    # What has ended is left as it is.
-    new_state, out = rollout.abort(new_state, [0])
-    assert _codes(out) == [_ENDED if verb is rollout.abort else _OK]
-    new_state, out = rollout.requeue(new_state, [0])
-    assert _codes(out) == [_ENDED]
-    assert new_state.queue.status[:4].tolist() == [DONE, *status[1:]]
-    assert int(new_state.queue.finish[0]) == rollout.Finish.ABORTED
-
-
-@pytest.mark.slow
 def test_extend_sets_limits_and_page_keys():
   """`extend` sets lengths, limits, status and page keys."""
   state, _ = rollout.abort(_begun(), [2])
@@ -270,18 +231,6 @@ def test_policies_of_update_weights():
         getattr(queue, name)[rows], getattr(old_queue, name)[rows]
       )
     rollout.check(new_state)
-
-
-@pytest.mark.slow
-def test_tokens_have_the_version_of_their_weights():
-  """Each token has the version of the weights that sampled it."""
-  program = by_hand.program()
-  state = program(_begun((1, 0, 0)), 1.0, 3)
-  old_length = int(state.queue.length[0])
-  assert 8 < old_length < 12
-  state = program(rollout.update_weights(state, "keep"), 1.0)
-  expected = [-1] * 8 + [0] * (old_length - 8) + [1] * (12 - old_length)
-  assert state.queue.versions[0, :12].tolist() == expected
 
 
 @pytest.mark.slow

@@ -11,17 +11,10 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
-_MODEL = models.llama(
-  vocab_size=23,
-  num_layers=2,
-  embed_dim=16,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  mlp_dim=32,
-)
+_MODEL = tiny.decoder(tiny.LAYERS["llama"])
 _SIZES = jaxkv.CacheConfig(
   num_pages=60, page_size=4, num_slots=3, pages_per_slot=8
 )

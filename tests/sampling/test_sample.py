@@ -191,39 +191,6 @@ class TestMixed:
         atol=1e-6,
       )
 
-  def test_frequencies_are_the_filtered_probabilities(self):
-    count = 20_000
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 30)) * 2)
-    logits = logits.astype(jnp.float32)
-    row = Row(temperature=1.5, top_k=12, top_p=0.9, min_p=0.02)
-    _, samples = self._draw([row] * count, jnp.repeat(logits, count, axis=0))
-    expected = by_definition.probabilities(
-      np.asarray(logits[0], np.float64), row
-    )
-    frequencies = np.bincount(np.asarray(samples.tokens), minlength=30) / count
-    # Five standard deviations of a share.
-    np.testing.assert_allclose(frequencies, expected, atol=5 * 0.5 / count**0.5)
-    assert not np.any(frequencies[expected == 0])
-
-  @pytest.mark.slow
-  @slow_except("temperature", [0.0, 0.7, 1.0], 0.7)
-  @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-  def test_equal_temperatures_draw_as_one_temperature(self, temperature):
-    logits = jnp.asarray(np.random.default_rng(2).normal(size=(9, 300)))
-    logits = logits.astype(jnp.float32)
-    tokens, log_probs = _sample(temperature, logits, jnp.arange(9) + 0)
-    _, samples = self._draw([Row(temperature=temperature)] * 9, logits)
-    np.testing.assert_array_equal(samples.tokens, tokens)
-    np.testing.assert_allclose(samples.log_probs, log_probs, rtol=1e-6)
-    plain = Sampling(temperature=jnp.full((9,), temperature, jnp.float32))
-    plain = _compiled(_keys(9), jnp.arange(9, dtype=jnp.int32), logits, plain)
-    np.testing.assert_array_equal(plain.tokens, tokens)
-    if temperature == 1:
-      default = _compiled(
-        _keys(9), jnp.arange(9, dtype=jnp.int32), logits, Sampling()
-      )
-      np.testing.assert_array_equal(default.tokens, tokens)
-
   @pytest.mark.parametrize("value", [-np.inf, np.nan])
   @pytest.mark.parametrize("temperature", [0.0, 1.0])
   def test_a_row_without_a_distribution_does_not_change_others(

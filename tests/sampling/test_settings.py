@@ -230,10 +230,11 @@ _REFUSED = [
 class TestRefused:
   @pytest.mark.parametrize("case", _REFUSED, ids=lambda case: case.field)
   def test_values_out_of_range_are_refused(self, case):
+    """When the settings are made."""
     for value in case.values:
       pattern = f"`{case.field}` must {case.message}.*got"
       with pytest.raises(case.error, match=pattern):
-        as_sampling(Sampling(**{case.field: value}), 2)
+        Sampling(**{case.field: value})
 
   @pytest.mark.parametrize("case", _REFUSED[:9], ids=lambda case: case.field)
   def test_the_sequence_is_named(self, case):
@@ -294,6 +295,7 @@ class TestRefused:
         "before the tokens of each word",
       ),
       ("bad_words", np.ones((2, 2, 2)), TypeError, "must hold integers"),
+      ("stop_strings", ["ab"], TypeError, "make it with rollout.stop_strings"),
     ],
   )
   def test_wrong_lists_are_refused(self, field, value, error, message):

@@ -268,7 +268,11 @@ def _mosaic_assembler_output() -> Iterator[list[str]]:
   c_library = ctypes.CDLL(None)
   sys.stdout.flush()
   stdout = os.dup(1)
-  with tempfile.TemporaryFile() as file, _variable("MOSAIC_GPU_DUMP_PTXAS"):
+  with (
+    tempfile.TemporaryFile() as file,
+    pytest.MonkeyPatch.context() as patch,
+  ):
+    patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     os.dup2(file.fileno(), 1)
     try:
       yield output
@@ -278,20 +282,6 @@ def _mosaic_assembler_output() -> Iterator[list[str]]:
       os.close(stdout)
       file.seek(0)
       output.append(file.read().decode(errors="replace"))
-
-
-@contextlib.contextmanager
-def _variable(name: str) -> Iterator[None]:
-  """Sets an environment variable to 1 within a block."""
-  old_value = os.environ.get(name)
-  os.environ[name] = "1"
-  try:
-    yield
-  finally:
-    if old_value is None:
-      del os.environ[name]
-    else:
-      os.environ[name] = old_value
 
 
 def _mosaic_kernels(lowered: str, output: str) -> tuple[Kernel, ...]:

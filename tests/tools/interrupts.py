@@ -9,9 +9,12 @@ import gc
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jaxkv
 
+_EVERY = 29
+"""Without --deep, one point of so many is tried."""
 _LIBRARY = str(pathlib.Path(jaxkv.__file__).parent)
 
 
@@ -59,3 +62,49 @@ def interrupted(call: Callable[[], object], *points: int) -> bool:
     gc.enable()
   assert count, "the call ran no bytecode of the library"
   return False
+
+
+def check_atomic(
+  prepared: Callable[[], tuple[Any, Any]],
+  call: Callable[[Any, Any], object],
+  everything: Callable[[Any], object],
+  *,
+  is_deep: bool,
+  may_change_nothing: bool = False,
+  go_on: Callable[[Any, Any], object] | None = None,
+) -> Any:
+  """Interrupts a call at many points: it took effect completely or not at all.
+
+  Args:
+    prepared: makes a manager and its requests.
+    call: makes a call of the manager.
+    everything: returns all on which later calls of the manager depend.
+    is_deep: True to interrupt it at every point.
+    may_change_nothing: True for a call that only reads.
+    go_on: makes a call after each interrupted one.
+
+  Returns:
+    The manager of the last call, which was not interrupted.
+  """
+  unchanged, _ = prepared()
+  changed, requests = prepared()
+  call(changed, requests)
+  outcomes = [everything(unchanged), everything(changed)]
+  outcome_indices = set()
+  point = 1
+  while True:
+    manager, requests = prepared()
+    if not interrupted(lambda m=manager, r=requests: call(m, r), point):
+      break
+    state = everything(manager)
+    assert state in outcomes, f"left before bytecode {point}"
+    outcome_indices.add(outcomes.index(state))
+    if go_on is not None:
+      go_on(manager, requests)
+    point += 1 if is_deep else _EVERY
+  assert point > 20 and 0 in outcome_indices
+  changes = outcomes[0] != outcomes[1]
+  assert changes or may_change_nothing
+  if is_deep and changes:
+    assert outcome_indices == {0, 1}
+  return manager

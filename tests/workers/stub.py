@@ -2,6 +2,9 @@
 
 import collections
 import random
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -144,6 +147,21 @@ class FailingWorker(StubWorker):
     return super().advance()
 
 
+class Maker:
+  """Makes the workers of a pool.
+
+  Attributes:
+    made: the workers, in the order in which they were made.
+  """
+
+  def __init__(self, make: Callable[[int], Any]):
+    self._make, self.made = make, []
+
+  def __call__(self, place: int) -> Any:
+    self.made.append(self._make(place))
+    return self.made[-1]
+
+
 def _blocks(row) -> list[bytes]:
   return [row[:stop].tobytes() for stop in range(BLOCK, len(row), BLOCK)]
 
@@ -163,12 +181,19 @@ def random_prompts(count, length=5):
   return [[rng.randrange(9) for _ in range(length)] for _ in range(count)]
 
 
-def results_of(pool) -> dict:
-  """The results of a pool by id, each of which comes once."""
+def results_of(pool, actions: Mapping[int, Callable[[], Any]] | None = None):
+  """The results of a pool by id, each of which comes once.
+
+  Args:
+    pool: the pool.
+    actions: what is done after so many results.
+  """
   results = {}
   for samples in pool.results():
     assert samples.id not in results
     results[samples.id] = samples.results
+    if actions and len(results) in actions:
+      actions[len(results)]()
   return results
 
 

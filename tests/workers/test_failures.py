@@ -11,6 +11,7 @@ import pytest
 from jaxkv import workers
 from tests.workers.stub import CONFIG
 from tests.workers.stub import FailingWorker
+from tests.workers.stub import Maker
 from tests.workers.stub import StubWorker
 from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
@@ -21,32 +22,22 @@ from tests.workers.stub import results_of
 class TestFailures:
   def test_prompts_run_again_elsewhere(self):
     rng = random.Random(3)
-    made = []
-
-    def make(_):
-      made.append(FailingWorker(rng.randint(3, 9)))
-      return made[-1]
-
+    make = Maker(lambda _: FailingWorker(rng.randint(3, 9)))
     with workers.Pool(
       make, 4, config=CONFIG, max_failures=100, retry_pause=0
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
       assert results_of(pool) == expected_of(ids)
-    assert len(made) > 10
-    assert all(worker.is_closed for worker in made)
+    assert len(make.made) > 10
+    assert all(worker.is_closed for worker in make.made)
 
   def test_a_new_worker_of_a_place_gets_the_last_weights(self):
-    made = []
-
-    def make(_):
-      made.append(StubWorker() if made else FailingWorker(1))
-      return made[-1]
-
+    make = Maker(lambda _: StubWorker() if make.made else FailingWorker(1))
     with workers.Pool(make, 1, config=CONFIG, retry_pause=0) as pool:
       pool.update_weights("weights 1")
       ids = pool.submit(requests_of(random_prompts(20)))
       assert results_of(pool) == expected_of(ids, version=1)
-    assert [worker.version for worker in made] == [1, 1]
+    assert [worker.version for worker in make.made] == [1, 1]
 
   def test_a_prompt_that_is_refused_is_an_error(self):
     class Strict(StubWorker):
@@ -214,22 +205,17 @@ class TestFailures:
       assert has_failed.is_set() and results == expected_of(ids)
 
   def test_a_worker_that_exits_is_replaced(self):
-    made = []
-
     class Exits(StubWorker):
       def advance(self):
-        if len(made) == 1:
+        if len(make.made) == 1:
           sys.exit(3)
         return super().advance()
 
-    def make(_):
-      made.append(Exits())
-      return made[-1]
-
+    make = Maker(lambda _: Exits())
     with workers.Pool(make, 1, config=CONFIG, retry_pause=0) as pool:
       ids = pool.submit(requests_of(random_prompts(3)))
       assert results_of(pool) == expected_of(ids)
-    assert len(made) == 2 and made[0].is_closed
+    assert len(make.made) == 2 and make.made[0].is_closed
 
   def test_prompts_that_have_ended_come_before_the_error(self):
     has_stopped = threading.Event()
@@ -252,45 +238,31 @@ class TestFailures:
 
 class TestAddAndRemove:
   def test_sequences_of_a_removed_worker_are_continued(self):
-    made = []
-
-    def make(_):
-      made.append(StubWorker(steps=1))
-      return made[-1]
-
+    make = Maker(lambda _: StubWorker(steps=1))
     with workers.Pool(make, 3, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(120)))
       # Added first: a worker is made only if prompts wait.
       assert pool.add() == 3
-      results = {}
-      for samples in pool.results():
-        results[samples.id] = samples.results
-        if len(results) == 20:
-          pool.remove(1)
+      results = results_of(pool, {20: lambda: pool.remove(1)})
       assert results == expected_of(ids)
     # A sequence that began again would take more steps.
     tokens = sum(map(len, results.values()))
-    assert sum(worker.num_steps for worker in made) * 4 >= tokens
-    assert made[1].is_closed and len(made) == 4
+    assert sum(worker.num_steps for worker in make.made) * 4 >= tokens
+    assert make.made[1].is_closed and len(make.made) == 4
 
   def test_sequences_are_distributed_over_several_workers(self):
     """None has room for all of them."""
-    made = []
 
     def make(place):
-      made.append(StubWorker(steps=1, rows=40 if place == 0 else 8))
-      return made[-1]
+      return StubWorker(steps=1, rows=40 if place == 0 else 8)
+
+    def remove_twice():
+      pool.remove(0)
+      pool.remove(0)
 
     with workers.Pool(make, 4, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(150)))
-      results = {}
-      for samples in pool.results():
-        assert samples.id not in results
-        results[samples.id] = samples.results
-        if len(results) == 10:
-          pool.remove(0)
-          pool.remove(0)
-      assert results == expected_of(ids)
+      assert results_of(pool, {10: remove_twice}) == expected_of(ids)
 
   def test_sequences_that_cannot_be_imported_begin_again(self):
     """Each failure uses up an export, so they cannot fail for ever."""

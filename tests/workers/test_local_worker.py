@@ -14,6 +14,7 @@ from jaxkv import rollout
 from jaxkv import workers
 from tests.rollout import by_hand
 from tests.workers.exact_decoder import DECODER
+from tests.workers.stub import results_of
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=6, stop_token=4, prefill_chunk=8, max_length=16
@@ -48,16 +49,7 @@ def _worker(model, params, config, kv_of, slots=4, rows=6, steps=3):
 
 
 def _by_hand(_, **options):
-  def kv_of(cache_config):
-    return jaxkv.kv.init(
-      cache_config,
-      num_layers=1,
-      num_kv_heads=1,
-      head_dim=by_hand.WIDTH,
-      dtype=jnp.float32,
-    )
-
-  return _worker(_BY_HAND, None, _CONFIG, kv_of, **options)
+  return _worker(_BY_HAND, None, _CONFIG, by_hand.pages, **options)
 
 
 def _assert_by_hand(results_by_id: dict) -> None:
@@ -97,14 +89,7 @@ def test_tokens_do_not_depend_on_failures_or_removed_workers():
     lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
   ) as pool:
     pool.submit(_requests())
-    results = {}
-    for samples in pool.results():
-      assert samples.id not in results
-      results[samples.id] = samples.results
-      if len(results) == 5:
-        pool.remove(2)
-      if len(results) == 9:
-        pool.add()
+    results = results_of(pool, {5: lambda: pool.remove(2), 9: pool.add})
   assert _Fails.num_failures > 1
   _assert_by_hand(results)
 

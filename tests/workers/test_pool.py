@@ -8,6 +8,7 @@ import pytest
 from jaxkv import rollout
 from jaxkv import workers
 from tests.workers.stub import CONFIG
+from tests.workers.stub import Maker
 from tests.workers.stub import StubWorker
 from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
@@ -37,21 +38,18 @@ class TestStream:
       assert pool.submit(requests_of(random_prompts(1))) == [520]
 
   def test_slots_are_busy_while_there_are_prompts(self):
-    made, pools = [], []
+    pools = []
 
     def has_prompts():
       return any(pool.num_waiting for pool in pools)
 
-    def make(_):
-      made.append(StubWorker(steps=1, has_prompts=has_prompts))
-      return made[-1]
-
+    make = Maker(lambda _: StubWorker(steps=1, has_prompts=has_prompts))
     with workers.Pool(make, 4, config=CONFIG) as pool:
       pools.append(pool)
       pool.submit(requests_of(random_prompts(600)))
       assert len(results_of(pool)) == 600
-    assert [worker.idle_steps for worker in made] == [0] * 4
-    assert sum(worker.num_steps for worker in made) > 600
+    assert [worker.idle_steps for worker in make.made] == [0] * 4
+    assert sum(worker.num_steps for worker in make.made) > 600
 
   @pytest.mark.parametrize(
     ("ids", "error", "message"),

@@ -12,6 +12,7 @@ from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
 from jaxkv._src.workers.worker_state import WorkerState
 from tests.workers.stub import CONFIG
+from tests.workers.stub import Maker
 from tests.workers.stub import StubWorker
 from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
@@ -80,17 +81,12 @@ def test_families_of_prompts_stay_together():
   options = {"capacity": 12 * 4 + 16, "rows": 16}
 
   def hits_of(count, **options):
-    made = []
-
-    def make(_):
-      made.append(StubWorker(**options))
-      return made[-1]
-
+    make = Maker(lambda _: StubWorker(**options))
     with workers.Pool(make, count, config=CONFIG) as pool:
       for start in range(0, 1200, 100):
         pool.submit(requests_of(prompts[start : start + 100]))
       assert len(results_of(pool)) == 1200
-    return sum(worker.hits for worker in made)
+    return sum(worker.hits for worker in make.made)
 
   in_pool = hits_of(4, **options)
   seq = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])

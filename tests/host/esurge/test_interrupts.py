@@ -10,10 +10,8 @@ from tests.host.esurge.checks import checked_queue
 from tests.host.esurge.requests import EngineRequest
 from tests.host.esurge.requests import Status
 from tests.host.esurge.requests import admit
-from tests.tools.interrupts import interrupted
+from tests.tools.interrupts import check_atomic
 
-EVERY = 26
-"""Without --deep, one point of `EVERY` is tried."""
 NAMES = ("a", "b", "c", "new", "lost")
 
 
@@ -67,21 +65,6 @@ CALLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_calls_are_atomic(name, pytestconfig):
-  is_deep = pytestconfig.getoption("deep")
-  call = CALLS[name]
-  old_cache, _ = make()
-  new_cache, requests = make()
-  call(new_cache, requests)
-  outcomes = [state_of(old_cache), state_of(new_cache)]
-  assert outcomes[0] != outcomes[1]
-  point = 1
-  reached = set()
-  while True:
-    cache, requests = make()
-    if not interrupted(lambda m=cache, r=requests: call(m, r), point):
-      break
-    reached.add(outcomes.index(state_of(cache)))
-    # No later call undoes anything of this one.
-    assert state_of(cache) in outcomes
-    point += 1 if is_deep else EVERY
-  assert reached == {0, 1} if is_deep else 0 in reached
+  check_atomic(
+    make, CALLS[name], state_of, is_deep=pytestconfig.getoption("deep")
+  )

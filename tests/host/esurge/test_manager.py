@@ -57,19 +57,6 @@ class TestOneRequest:
     cache.cache_pages(req, 4)
     assert cache.host.cached_page_ids() == {1, 2}
 
-  def test_too_few_pages_change_nothing(self):
-    cache = manager(num_pages=4)
-    req = EngineRequest("a", range(13))
-    assert admit(cache, req) == (([],), 0, None)
-    assert cache.get_page_ids("a") == ([],)
-    assert checked_queue(cache) == [1, 2, 3]
-
-  def test_parts_of_a_prompt_are_allocated(self):
-    """The sequence does not fit, but its first 8 tokens do."""
-    cache = manager(num_pages=4)
-    req = EngineRequest("a", range(20))
-    assert admit(cache, req, new=8)[2] == ([1, 2],)
-
   def test_requests_with_prompt_logprobs_have_no_hits(self, cache):
     req_a = EngineRequest("a", range(9))
     req_a.sampling_params = types.SimpleNamespace(prompt_logprobs=1)
@@ -109,14 +96,6 @@ class TestGroups:
     assert decode(cache, req, [12]) == ([4],)
     assert cache.get_page_ids("a") == ([0, 0, 3, 4],)
     assert checked_queue(cache)[-2:] == [2, 1]
-
-  def test_windows_hit_after_null_pages(self):
-    cache = manager(window(5))
-    req = EngineRequest("a", range(12))
-    admit(cache, req)
-    leave(cache, req)
-    pages, num_found = cache.get_computed_pages(EngineRequest("b", range(13)))
-    assert (pages.get_page_ids(), num_found) == (([0, 0, 3],), 12)
 
   def test_full_attention_and_a_window(self):
     cache = manager(full(), window(5))
@@ -192,11 +171,6 @@ class TestGroups:
     leave(cache, req)
     assert admit(cache, EngineRequest("b", range(9)))[1] == 0
     assert len(cache.page_pool.cached_page_hash_to_page) == 0
-
-  def test_draft_models_recompute_the_last_page(self):
-    cache = manager(use_eagle=True)
-    admit(cache, EngineRequest("a", range(12)))
-    assert admit(cache, EngineRequest("b", range(13)))[:2] == (([1, 2],), 8)
 
 
 @pytest.mark.slow
@@ -338,33 +312,7 @@ class TestErrors:
     with pytest.raises(ValueError, match="`num_new_tokens` must be at least 1"):
       manager().allocate_slots(EngineRequest("a", range(9)), 0)
 
-  def test_sequences_beyond_the_limit_are_refused(self):
-    with pytest.raises(ValueError, match="`max_model_len` is 64"):
-      manager().allocate_slots(EngineRequest("a", range(9)), 65)
-
-  def test_pages_of_other_tokens_are_refused(self, cache):
-    req_a = EngineRequest("a", range(9))
-    admit(cache, req_a)
-    req_b = EngineRequest("b", range(50, 59))
-    pages = cache.get_computed_pages(EngineRequest("c", range(9)))[0]
-    with pytest.raises(ValueError, match="must hold the tokens"):
-      cache.allocate_slots(req_b, 1, 8, pages)
-
-  def test_too_many_requests_are_refused(self):
-    cache = manager(max_requests=1)
-    admit(cache, EngineRequest("a", range(9)))
-    with pytest.raises(RuntimeError, match="`max_requests` must be more"):
-      admit(cache, EngineRequest("b", range(9)))
-
-  def test_requests_without_pages_are_not_cached(self):
-    with pytest.raises(KeyError, match="'a' holds no page"):
-      manager().cache_pages(EngineRequest("a", range(9)), 8)
-
   @pytest.mark.parametrize("group", [3, types.SimpleNamespace(page_size=4)])
   def test_unknown_groups_are_refused(self, group):
     with pytest.raises(TypeError, match="`kv_cache_groups` must hold"):
       manager(group)
-
-  def test_groups_without_a_page_size_are_refused(self):
-    with pytest.raises(ValueError, match="page_size"):
-      manager(FullAttention())

@@ -6,10 +6,7 @@ from tests.host.vllm import stand_ins
 from tests.host.vllm.stand_ins import admit
 from tests.host.vllm.stand_ins import manager
 from tests.host.vllm.stand_ins import request
-from tests.tools.interrupts import interrupted
-
-EVERY = 29
-"""Without --deep, one point of `EVERY` is tried."""
+from tests.tools.interrupts import check_atomic
 
 HASHES = [bytes([n]) * 32 for n in range(1, 16)]
 
@@ -98,23 +95,10 @@ def everything(cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_calls_are_atomic(name, pytestconfig):
-  """Interrupts a call at many points, and compares the states."""
-  old_state = everything(prepared(name)[0])
-  cache, requests = prepared(name)
-  CALLS[name](cache, requests)
-  outcomes = [old_state, everything(cache)]
-  reached = set()
-  assert name == "find" or outcomes[0] != outcomes[1]
-  step = 1 if pytestconfig.getoption("deep") else EVERY
-  for point in range(1, 10**6, step):
-    cache, requests = prepared(name)
-    left = interrupted(
-      lambda: CALLS[name](cache, requests),  # noqa: B023
-      point,
-    )
-    state = everything(cache)
-    assert state in outcomes, f"left before bytecode {point}"
-    reached.add(outcomes.index(state))
-    if not left:
-      break
-  assert reached == ({0} if outcomes[0] == outcomes[1] else {0, 1})
+  check_atomic(
+    lambda: prepared(name),
+    CALLS[name],
+    everything,
+    is_deep=pytestconfig.getoption("deep"),
+    may_change_nothing=name == "find",
+  )

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.models.loading.families.architectures import family_of
+from tests.models import exact_families
 from tests.models.loading import families
 from tests.models.loading.families import FAMILIES
 
@@ -35,47 +36,20 @@ def checkpoint(tmp_path_factory, transformers):
   return lambda name: _checkpoint(name, folder, transformers)
 
 
-def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
-  """Logits of chunks of a prompt and of decoding, over poisoned pages."""
-  rows, num_columns = tokens.shape
-  config = jaxkv.CacheConfig(
-    num_pages=200,
-    page_size=4,
-    num_slots=rows,
-    pages_per_slot=-(-num_columns // 4),
-    groups=models.cache_groups(decoder),
-  )
-  cache = jaxkv.init(config)
-  kv = jax.tree.map(lambda a: a * jnp.nan, models.init_kv(decoder, config))
-  outputs = []
-  start = 0
-  for count in chunks:
-    num_tokens = [count] * rows
-    cache, _ = jaxkv.recycle(cache)
-    cache, out = jaxkv.allocate(cache, num_tokens)
-    assert bool(jnp.all(out.ok))
-    views = tuple(
-      jaxkv.view(cache, group=group, num_tokens=num_tokens)
-      for group in range(len(config.groups))
-    )
-    piece = jnp.asarray(tokens[:, start : start + count])
-    steps = jnp.arange(count, dtype=jnp.int32)[None]
-    positions = cache.length[:, None] + steps
-    batch = jaxkv.kv.Batch(tokens=piece, positions=positions, views=views)
-    logits, kv = models.forward(params, batch, kv, config=decoder)
-    cache, _ = jaxkv.commit(cache, piece, num_tokens)
-    outputs.append(np.asarray(logits))
-    start += count
-  return np.concatenate(outputs, axis=1)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name, checkpoint):
   path, model = checkpoint(name)
   loaded = models.load(path)
   tokens = families.tokens()
   expected = families.expected(model, tokens)
-  paged = _paged(loaded.config, loaded.params, tokens, (13, 1, 8, 1, 1, 9))
+  paged = exact_families.in_chunks(
+    loaded.config,
+    loaded.params,
+    jnp.asarray(tokens),
+    (13, 1, 8, 1, 1, 9),
+    page_size=4,
+    jit=lambda forward: forward,
+  )
   for logits in (families.uncached(loaded, tokens), paged):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
     np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))

@@ -163,11 +163,6 @@ class TestMetadata:
     ):
       models.load(path)
 
-  def test_a_part_of_a_split_model_is_refused(self, tmp_path):
-    path = small(tmp_path, facts={"split.count": 3})
-    with pytest.raises(ValueError, match=r"`split\.count`.*must be .*got 3"):
-      models.load(path)
-
   def test_an_unsupported_type_is_named(self, tmp_path):
     tensors = {"blk.0.ffn_up.weight": np.zeros((96, 64), np.int32)}
     path = small(tmp_path, tensors=tensors)
@@ -393,6 +388,7 @@ class TestConfig:
       ({".attention.head_count_kv": [1, 2]}, r"head_count_kv`.*got \[1, 2\]"),
       ({".block_count": 1 << 31}, r"block_count`.*got 2147483648"),
       ({"tokenizer.ggml.eos_token_id": "a"}, r"eos_token_id`.*got 'a'"),
+      ({"split.count": 3}, r"`split\.count`.*must be .*got 3"),
     ],
   )
   def test_unsupported_facts_are_named(self, tmp_path, facts, named):
