@@ -20,9 +20,11 @@ from tests.kernels.backends import ON_HOPPER
 from tests.kernels.backends import call_of
 from tests.kernels.backends import check_float16_values
 from tests.kernels.shapes import SHAPES
+from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import put
+from tests.kernels.shapes import queries
 
 # On a Hopper `mosaic_gpu` is not interpreted.
 INTERPRETED: dict[str, Any] = {
@@ -91,6 +93,18 @@ class TestKernels:
       interpret=INTERPRETED["mosaic_gpu"],
     )
     assert_matches(out, lse, *expected, q.dtype, 2e-6)
+
+  @over_backends
+  def test_logits_that_rise_from_block_to_block(self, backend):
+    """What earlier blocks have summed is scaled to the new maximum."""
+    shape = Shape(heads=(4, 1), head_dim=128, page_size=32, lengths=(600,))
+    case = problem(shape)
+    dtype = DTYPES[backend]
+    pools = [pages.astype(dtype) for pages in case.pools[:2]]
+    q = queries(case, shape, 1).astype(dtype)
+    arguments = (q, *pools, case.page_table, case.lengths)
+    expected = reference.paged_decode(*arguments)
+    assert_matches(*decode(backend, *arguments), *expected, dtype, 2e-6)
 
   @pytest.mark.slow
   @over_backends
