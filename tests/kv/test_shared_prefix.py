@@ -186,6 +186,7 @@ class TestRefreshShared:
     view, kv = next_tokens(*forked, 1)
     return memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES), kv
 
+  @pytest.mark.slow
   def test_fresh_views_survive_transformations(self, shared):
     """Its type survives tree maps, jit and scan."""
     view, kv = shared

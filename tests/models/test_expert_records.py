@@ -14,7 +14,6 @@ from jaxkv import models
 from jaxkv._src.models.decoder import mlp as mlps
 from tests.models import tiny_decoders as tiny
 from tests.models.chosen_experts import chosen_experts
-from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -151,8 +150,6 @@ def test_pages_have_the_experts_of_a_prompt_in_chunks(name):
   np.testing.assert_array_equal(read, expected)
 
 
-@pytest.mark.fast
-@slow_except("name", ["windows", "latents"], "windows")
 @pytest.mark.parametrize("name", ["windows", "latents"])
 def test_given_experts_are_used_and_recorded(name):
   """With and without pages; those below 0 are chosen by the tokens."""

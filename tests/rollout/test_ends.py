@@ -48,6 +48,7 @@ def _program(draft=None):
   )
 
 
+@pytest.mark.slow
 def test_stop_strings_end_after_min_tokens():
   """`ab` is drawn as tokens 1 and 2, 3 and 4, and so on.
 

@@ -12,7 +12,6 @@ from jaxkv import models
 from jaxkv import rollout
 from tests.rollout import by_hand
 from tests.rollout import uncached
-from tests.tools.tiers import slow_except
 
 _PATTERNS = ((5, 5, 7, 5, 5, None), (5, None))
 
@@ -53,7 +52,7 @@ def _begun(model: models.Decoder, prompts: jax.Array, lengths: jax.Array):
   )
 
 
-@slow_except("windows", _PATTERNS, (5, None))
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", _PATTERNS, ids=str)
 def test_windows_equal_uncached_attention(windows):
   """Tokens equal uncached attention, and windows hold few pages."""

@@ -232,6 +232,7 @@ class TestArguments:
         names["params"], state, model=lambda *values: forward(*values)
       )
 
+  @pytest.mark.slow
   def test_a_loop_without_the_axis(self):
     """An expert axis without lockstep raises, as shards would wait forever."""
     names = _names("deepseek")

@@ -45,7 +45,6 @@ def _conversations(count: int) -> tuple[rollout.RolloutState, jax.Array]:
   return state, jax.random.normal(jax.random.key(2), (50, 50))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("count", [64])
 def test_turns_recompute_at_most_a_page(count):
   """A turn computes its new tokens, and at most a page of older ones."""
