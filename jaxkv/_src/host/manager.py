@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
+from jaxkv._src.cache.config import OffloadPolicy
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.offload_policy import OffloadPolicy
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import config
