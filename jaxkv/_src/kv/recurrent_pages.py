@@ -83,20 +83,11 @@ def init_states(
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=5,
-    ...   page_size=4,
-    ...   num_slots=2,
-    ...   pages_per_slot=4,
-    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
+    ...   num_pages=5, page_size=4, num_slots=2, pages_per_slot=4,
+    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent())
     ... )
-    >>> pages = init_states(
-    ...   config,
-    ...   num_layers=3,
-    ...   shapes={
-    ...     "conv": ((12, 3), "float32"),
-    ...     "delta": ((2, 8, 8), "float32"),
-    ...   },
-    ... )
+    >>> shapes = {"conv": ((12, 3), "float32"), "delta": ((2, 8, 8), "float32")}
+    >>> pages = init_states(config, num_layers=3, shapes=shapes)
     >>> pages.states["delta"].shape, pages.num_pages
     ((15, 2, 8, 8), 5)
   """
@@ -114,7 +105,7 @@ def init_states(
       arguments.as_count(f"shapes[{name!r}]", axis_size, 1)
     dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
     rows = num_layers * config.num_pages
-    states[name] = jnp.zeros((rows, *shape), storage_dtypes.default_for(dtype))
+    states[name] = jnp.zeros((rows, *shape), storage_dtypes.resolve(dtype))
     dtypes.append((name, dtype.name))
   return StatePages(
     states=states,
@@ -193,11 +184,8 @@ def write_state(
     >>> import jax.numpy as jnp
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=5,
-    ...   page_size=4,
-    ...   num_slots=1,
-    ...   pages_per_slot=2,
-    ...   groups=(jaxkv.Recurrent(),),
+    ...   num_pages=5, page_size=4, num_slots=1, pages_per_slot=2,
+    ...   groups=(jaxkv.Recurrent(),)
     ... )
     >>> pages = init_states(
     ...   config, num_layers=1, shapes={"sum": ((2,), "float32")}
