@@ -70,8 +70,6 @@ vLLM and eSurge. The following differences are intended:
   0.33 publishes it again.
 - `step`: all requests free pages outside windows, then all allocate, then all
   publish. The reference serves one request after the other.
-- `free_pages` after `pop_pages_for_free`: groups are freed in the order of
-  `free`. The reference reverses their order.
 - `CrossAttention` with `enable_caching=True`: raises `ValueError`. The
   reference disables caching.
 - Ages of evicted pages (`track_residency`): an age is the number of pages that

@@ -217,13 +217,12 @@ def test_step_names_a_request_twice(cache):
 
 
 def test_deferred_pages_are_given_back_once(cache):
-  popped = cache.pop_pages_for_free(running())
-  cache.free_pages(popped)
+  pages = cache.pop_pages_for_free(running())
+  cache.pages.release(pages)
   with unchanged(cache):
-    with pytest.raises(ValueError, match="must be freed only once"):
-      cache.free_pages(popped)
-    assert cache.pop_pages_for_free(running()) is None
-    cache.free_pages(None)
+    with pytest.raises(ValueError, match="more often than callers have"):
+      cache.pages.release(pages)
+    assert cache.pop_pages_for_free(running()) == []
 
 
 def test_readings_that_are_off_are_refused(cache):
@@ -382,8 +381,3 @@ def test_a_failed_call_leaves_the_request_alone(cache):
   with pytest.raises(ValueError, match="'a'"):
     cache.allocate_slots(req, 60)
   assert vars(req) == old_fields
-
-
-def test_unknown_groups_to_skip_are_refused(cache):
-  with unchanged(cache), pytest.raises(ValueError, match="skip_zeroing"):
-    cache.allocate_slots(NEW, 9, skip_zeroing_group_ids=[1])

@@ -66,7 +66,7 @@ CALLS = {
   "remove_skipped_pages": lambda m, r: m.remove_skipped_pages("a", 13),
   "free": lambda m, r: m.free(r["a"]),
   "pop_pages_for_free": lambda m, r: m.pop_pages_for_free(r["a"]),
-  "free_pages": lambda m, r: m.free_pages(m.pop_pages_for_free(r["b"])),
+  "pages.release": lambda m, r: m.pages.release(r["pages"]),
   "evict_pages": lambda m, r: m.evict_pages([1, 2]),
   "reset_prefix_cache": lambda m, r: m.reset_prefix_cache(),
   "take_events": lambda m, r: m.take_events(),
@@ -87,8 +87,8 @@ def prepared(name):
       req = request("one", range(first_token, first_token + 13))
       admit(manager, {"one": req}, "one")
       manager.free(req)
-  if name == "free_pages":
-    manager.pop_pages_for_free(requests["b"])
+  if name == "pages.release":
+    requests["pages"] = manager.pop_pages_for_free(requests["b"])
   if name == "reset_prefix_cache":
     manager.free(requests["a"])
     manager.free(requests["b"])
@@ -101,13 +101,13 @@ def everything(manager):
   state = manager._state
   pool = state.pool
   saved = pool.saved
-  slots = sorted(state.all_held(), key=lambda req: req.slot)
+  slots = sorted(state.held.values(), key=lambda req: req.slot)
   return (
     [
       (req.request_id, req.slot, req.tables, req.skipped, req.length, req.room)
       for req in slots
     ],
-    [sorted(state.popped), state.vacant, state.statistics, state.step_clock],
+    [state.vacant, state.statistics, state.step_clock],
     [pool.ref_count, pool.pin_count, pool.queue.in_order(), pool.num_free],
     [[node.digest for node in req.nodes] for req in slots],
     [page and page.digest for page in pool.content],

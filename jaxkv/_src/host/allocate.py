@@ -181,7 +181,7 @@ def _apply(
       held.tables[growth.group.number] = [0] * growth.first + pages
       held.skipped[growth.group.number] = growth.first
   if any([growth.stop > growth.hit for growth in plan]):
-    _pop(state, held, plan, demand.silent)
+    _pop(state, held, plan)
   return True
 
 
@@ -207,21 +207,6 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
     held.skipped[group_id] = stop
     # The last page is freed first, so that it is evicted before its prefix.
     state.pool.release(reversed(pages))
-
-
-def release(state: HostState, held: HeldSequence) -> None:
-  """Frees all pages of a request, group by group, the last page first."""
-  for table in held.tables:
-    # In vLLM's order of groups. If uncached pages go to the front of the queue,
-    # the pages of the last group are popped first.
-    state.pool.release(reversed(table))
-  vacate(state, held)
-
-
-def vacate(state: HostState, held: HeldSequence) -> None:
-  """Makes the slot of a removed request vacant."""
-  state.undo_log.save_length(state.vacant)
-  state.vacant.append(held.slot)
 
 
 def num_needed_pages(
@@ -307,9 +292,7 @@ def _plan(
   return plan
 
 
-def _pop(
-  state: HostState, held: HeldSequence, plan: Plan, silent: Sequence[int]
-) -> None:
+def _pop(state: HostState, held: HeldSequence, plan: Plan) -> None:
   """Pops every group's pages for external tokens, then all other new pages."""
   pool = state.pool
   # Page numbers depend on this order, which is vLLM's.
@@ -323,9 +306,6 @@ def _pop(
     if growth.group.holds_states:
       _place_scratch(state, table, growth)
     table += pool.pop(growth.stop - growth.fresh)
-    if growth.group.number in silent:
-      new = [page for page in table[growth.hit :] if page]
-      pool.mark_new(new, is_new=False)
   state.undo_log.replace(held, room=room_of(state, held))
 
 

@@ -43,14 +43,13 @@ def to_device(state: HostState) -> CacheState:
       f"{len(saved.moves)} moves that were not taken; perform them first."
     )
   config = state.config
-  held = state.all_held()
+  held = [*state.held.values()]
   keys = state.device_keys
   rows = config.num_slots, config.num_groups
   table = np.full((*rows, config.pages_per_slot), config.no_page, np.int32)
   num_pages = np.zeros(rows, np.int32)
   skipped = np.zeros(rows, np.int32)
   length = np.zeros(rows[:1], np.int32)
-  # Removed requests keep their slots until their pages are freed.
   for sequence in held:
     for group, pages in enumerate(sequence.tables):
       table[sequence.slot, group, : len(pages)] = pages
