@@ -52,15 +52,10 @@ _LOOKS = {
 
 
 def page_kinds(state: CacheState) -> list[str]:
-  """Classifies the pages of the pool.
+  """Returns the kind of each of N pages, a key of `_LOOKS`.
 
-  Args:
-    state: the cache, not traced.
-
-  Returns:
-    A word for each of N pages: "null", "free", "cached" (free, but in the
-    prefix index), "in use", "shared" (several page-table entries name it), or
-    "pinned" (held by `pin` or `touch`).
+  A page is "cached" if it is free and in the prefix index, "shared" if several
+  page-table entries name it, and "pinned" if `pin` or `touch` holds it.
   """
   held = np.asarray(state.pool.ref_count)
   pinned = np.asarray(state.pool.pin_count) > 0

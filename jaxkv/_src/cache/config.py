@@ -6,6 +6,7 @@ import math
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import check_bool
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
@@ -42,16 +43,11 @@ class OffloadPolicy:
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      name = f"OffloadPolicy.{field.name}"
       if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-          f"`OffloadPolicy.{field.name}` must be a number, got {value!r} of "
-          f"type {type(value).__name__}."
-        )
+        refuse(TypeError, name, "a number", value)
       if not 0 < value < math.inf:
-        raise ValueError(
-          f"`OffloadPolicy.{field.name}` must be finite and above 0, got "
-          f"{value}."
-        )
+        refuse(ValueError, name, "finite and above 0", value)
 
   def max_pages(self, page_bytes: int, page_size: int) -> int:
     """Returns the maximal number of pages to restore for `page_size` tokens.
@@ -188,10 +184,8 @@ class CacheConfig:
 
   def _check_groups(self):
     if not isinstance(self.groups, tuple) or not self.groups:
-      raise TypeError(
-        "`CacheConfig.groups` must be a tuple of one or more group kinds, got "
-        f"{self.groups!r}."
-      )
+      expected = "a tuple of one or more group kinds"
+      refuse(TypeError, "CacheConfig.groups", expected, self.groups)
     for kind in self.groups:
       if not isinstance(kind, GroupKind):
         raise TypeError(
@@ -223,17 +217,13 @@ class CacheConfig:
     interval = self.prefix_retention_interval
     if interval is None:
       return
-    as_count("CacheConfig.prefix_retention_interval", interval, 0)
+    name = "CacheConfig.prefix_retention_interval"
+    as_count(name, interval, 0)
     if interval % self.alignment:
-      raise ValueError(
-        "`CacheConfig.prefix_retention_interval` must be a multiple of "
-        f"{self.alignment}, because hits end at its multiples, got {interval}."
-      )
+      expected = f"a multiple of {self.alignment}, because hits end there"
+      refuse(ValueError, name, expected, interval)
     if self.prefix_rules == "classic":
-      raise ValueError(
-        "`CacheConfig.prefix_retention_interval` must be None with "
-        f'prefix_rules="classic", got {interval}.'
-      )
+      refuse(ValueError, name, 'None with prefix_rules="classic"', interval)
 
   @property
   def num_groups(self) -> int:

@@ -227,11 +227,8 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
     >>> state.page_table.shape
     (2, 1, 4)
   """
-  if not isinstance(config, CacheConfig):
-    raise TypeError(
-      f"`config` must be a CacheConfig, got {type(config).__name__}; make one "
-      "with jaxkv.CacheConfig(...)."
-    )
+  hint = "make one with jaxkv.CacheConfig(...)"
+  arguments.check_type("config", config, CacheConfig, "a CacheConfig", hint)
   for kind in config.groups:
     if not kind.is_on_device:
       raise ValueError(
@@ -289,12 +286,11 @@ def check_cache(state: Any, name: str = "state") -> None:
       pair that a verb returned.
     ValueError: the arrays were donated to an earlier call.
   """
-  if not isinstance(state, CacheState):
-    hint = "make one with jaxkv.init(config)"
-    if isinstance(state, tuple):
-      hint = "unpack what a verb returned: `state, out = ...`"
-    type_name = type(state).__name__
-    raise TypeError(f"`{name}` must be a CacheState, got {type_name}; {hint}.")
+  is_pair = isinstance(state, tuple)
+  hint = "make one with jaxkv.init(config)"
+  if is_pair:
+    hint = "unpack what a verb returned: `state, out = ...`"
+  arguments.check_type(name, state, CacheState, "a CacheState", hint)
   arguments.check_not_donated(name, state.length)
 
 

@@ -267,14 +267,10 @@ def num_needed_pages(
   is_new: bool,
   capped: bool,
 ) -> int:
-  """Counts the pages that a request needs in addition to those that it holds.
+  """Computes `CacheManager.num_needed_pages` from the columns of each group.
 
-  Args:
-    state: the manager's state.
-    columns: the number of columns in the request's table of each group.
-    tokens: the arguments of `LayerGroup.columns_for`.
-    is_new: True if the request has no page yet, except for encoder tokens.
-    capped: True to count at most `most_pages` for a group without states.
+  `tokens` are the arguments of `LayerGroup.columns_for`. `is_new` is True if
+  the request has no page yet, except for encoder tokens.
   """
   needed = 0
   for group, num_held in zip(state.groups, columns, strict=True):

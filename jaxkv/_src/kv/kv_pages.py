@@ -202,11 +202,8 @@ def _gather(
 
 def check_config(config: CacheConfig) -> None:
   """Raises `TypeError` unless `config` is a CacheConfig."""
-  if not isinstance(config, CacheConfig):
-    raise TypeError(
-      f"`config` must be a CacheConfig, got {type(config).__name__}; for a"
-      " CacheState, pass state.config."
-    )
+  hint = "for a CacheState, pass state.config"
+  arguments.check_type("config", config, CacheConfig, "a CacheConfig", hint)
 
 
 def check_group(config: CacheConfig, group: int) -> None:

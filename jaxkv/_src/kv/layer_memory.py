@@ -177,11 +177,6 @@ class LayerMemory:
     # padding are never read.
     return x.at[:, self.batch.columns].get(mode="clip")
 
-  def of_columns(self, values: jax.Array) -> jax.Array:
-    """Selects the values of columns that get logits: [C, ...] to [X, ...]."""
-    columns = self.batch.columns
-    return values if columns is None else values.at[columns].get(mode="clip")
-
   def logits(self, logits: jax.Array) -> jax.Array:
     """Returns the logits of the selected columns, [X, V].
 
@@ -198,4 +193,6 @@ class LayerMemory:
         "extra entries, or replace the attention of layers that made no call."
       )
     logits = jnp.asarray(logits)
-    return logits[0] if self._has_picked else self.of_columns(logits[0])
+    if self._has_picked or self.batch.columns is None:
+      return logits[0]
+    return logits[0].at[self.batch.columns].get(mode="clip")

@@ -22,7 +22,6 @@ from jaxkv._src.kv.kv_pages import check_group
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.view import FreshView
-from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import rows_of
@@ -260,11 +259,8 @@ def _group_of(config: CacheConfig, group: int | None) -> int:
 
 def _rows(view: View | FreshView) -> View:
   """Returns the checked rows of a view; raises for a `PackedView`."""
-  if isinstance(view, PackedView):
-    raise TypeError(
-      "`view` must be a View, got PackedView; pass its `decode`, and then its"
-      " `prefill`."
-    )
+  hint = "pass the `decode` of a PackedView, and then its `prefill`"
+  arguments.check_type("view", view, View | FreshView, "a View", hint)
   rows = rows_of(view)
   check_view(rows)
   return rows

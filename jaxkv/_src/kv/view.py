@@ -192,11 +192,8 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
 
 def check_view(view: View) -> None:
   """Raises unless `view` is a View whose fields agree in shape."""
-  if not isinstance(view, View):
-    raise TypeError(
-      f"`view` must be a View, got {type(view).__name__}; make one with"
-      " jaxkv.view."
-    )
+  hint = "make one with jaxkv.view"
+  arguments.check_type("view", view, View, "a View", hint)
   arguments.check_int32("view.page_table", view.page_table, ("B", "M"))
   shape = view.page_table.shape
   arguments.check_int32("view.starts", view.starts, (shape[0],))

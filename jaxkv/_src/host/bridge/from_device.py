@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.pool.offload_pages import num_planned
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import CacheState
@@ -29,10 +30,8 @@ def from_device(
 ) -> list[str]:
   """Replaces the state of a manager; see `CacheManager.take`."""
   check_single(device)
-  if not isinstance(requests, Mapping):
-    raise TypeError(
-      f"`requests` must be a dictionary from slots to requests, got {requests}."
-    )
+  expected = "a dictionary from slots to requests"
+  check_type("requests", requests, Mapping, expected)
   _check_identity(state, device)
   host: Any = jax.device_get(device)
   sequences = _sequences(state, host, requests)

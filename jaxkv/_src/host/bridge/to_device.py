@@ -21,15 +21,7 @@ from jaxkv._src.host.state import HostState
 
 
 def to_device(state: HostState) -> CacheState:
-  """Returns the state of a manager as a value on the device.
-
-  The arrays are copies, which later calls of the manager do not change.
-
-  Raises:
-    ValueError: a group is not on devices; a request has fewer tokens than are
-      published, or a token that is not a 32-bit integer; or `saved.moves` is
-      not empty.
-  """
+  """Returns `CacheManager.state`: copies, which later calls do not change."""
   wrong = [kind for kind in state.config.groups if not kind.is_on_device]
   if wrong:
     raise ValueError(

@@ -300,13 +300,10 @@ class KVCacheManager:
     hit: Sequence[set[int]] | None,
     skipped_groups: Sequence[int],
   ) -> None:
-    """Records new blocks for zeroing and metrics.
+    """Records new blocks, by group, for zeroing and metrics.
 
-    Args:
-      request_id: the request.
-      new: the new blocks by group, without those for external tokens.
-      hit: by group, the blocks of a new request's hit; else None.
-      skipped_groups: groups whose blocks for external tokens are not zeroed.
+    `new` lacks the blocks for external tokens, which are not zeroed in
+    `skipped_groups`. `hit` is None for a running request.
     """
     new_ids = new
     if hit is not None:
