@@ -48,12 +48,9 @@ Guarantees:
   evicted last. `CacheConfig.free_policy` decides when free pages that are not
   cached are reused.
 - Hits are never false. A page is a hit only if its stored tokens equal the
-  tokens looked up, and if its 128-bit key matches. The key is a hash of these
-  tokens and of the preceding page's key. For the first page, the salt and the
-  number of calls of `new_epoch` replace the preceding key. All keys depend on a
-  secret, `init(key=)`. Without the secret, an attacker who chooses prompts and
-  sees hits and keys cannot construct two prefixes with the same key. The state
-  contains the secret, so protect saved states.
+  tokens looked up, and if its 128-bit key matches, a hash of these tokens, of
+  the prefix before them, the salt, the number of calls of `new_epoch` and the
+  secret `init(key=)`. The state contains the secret, so protect saved states.
 - The cost of a decode loop does not depend on the size of the pool: none of its
   verbs visits all pages, and the compiled loop copies no array of the pool.
 - With `CacheConfig.offload_pages`, cached pages that the device evicts move to
@@ -110,11 +107,6 @@ Commands (`python -m jaxkv COMMAND --help` lists the options):
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `doctor` | prints versions, devices, backends and speeds, and runs a check |
 
-`replay` reads JSON lines with `input_length, output_length, hash_ids`, and
-prints hits, evictions and the time per request. `hash_ids` has one id for every
-512 tokens of a prompt. Commands print tables, and most can write JSON (`--json
-FILE`). On invalid input they print the reason and exit with status 2.
-
 Terms:
 
 | term | meaning |
@@ -161,6 +153,7 @@ from jaxkv import kv
 from jaxkv import rollout
 from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.config import OffloadPolicy
 from jaxkv._src.cache.group_kinds import ChunkedLocal
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
@@ -169,7 +162,6 @@ from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.invariants import check
 from jaxkv._src.cache.invariants import check_invariants
-from jaxkv._src.cache.offload_policy import OffloadPolicy
 from jaxkv._src.cache.prefix.hashing import salt
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status

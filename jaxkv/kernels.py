@@ -34,18 +34,16 @@ other backends were not chosen. No backend has run on a TPU. An H200 with jax
 sequences of 4,096 tokens in bfloat16, where a device copy moves 3.9 TB/s.
 
 - `xla`, a loop over blocks of tokens. For: CPUs, and calls that no other
-  backend serves. Numerics checked: on CPUs and an H200 (3.5 ms). Compiled in
-  tests for: CPUs, H200, TPU v5e, v6e, v7x.
+  backend serves. Numerics checked: on CPUs and an H200 (3.5 ms).
 - `triton`, Pallas-Triton. For: NVIDIA GPUs from sm_80. Numerics checked: in an
-  interpreter and on an H200 (0.249 ms, 4.3 TB/s). Compiled in tests for: H200;
-  A100, L40 in fewer shapes.
+  interpreter and on an H200 (0.249 ms, 4.3 TB/s).
 - `mosaic_gpu`, Pallas Mosaic GPU, which "auto" never chooses. For: Hopper, with
   16-bit pools, and 8-bit pools with head sizes of 64 and 128. Numerics checked:
   in an interpreter, except tensor core products, and on an H200 (0.277 ms).
-  Compiled in tests for: H200.
 - `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes that are multiples of
-  128. Numerics checked: in an interpreter with race detection. Compiled in
-  tests for: TPU v5e, v6e, v7x.
+  128. Numerics checked: in an interpreter with race detection.
+
+Tests also compile them for their devices: A100, L40, H200, TPU v5e, v6e, v7x.
 
 `pip install "jaxkv[aot]"` adds the compilers to a machine without GPU and TPU.
 `benchmarks/gpu_suite.py` checks every backend on the GPU at hand and times it

@@ -47,10 +47,12 @@ into groups of the cache. In a call, a `LayerMemory` gives each layer its view
 and its part of the pages:
 
   plan = jaxkv.kv.plan_layers((512, 512, None))  # the window of each layer
-  sizes = plan.cache_config(
-    num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
+  sizes = jaxkv.CacheConfig(
+    num_pages=64, page_size=16, num_slots=4, pages_per_slot=8, groups=plan.kinds
   )
-  kv = plan.init_kv(sizes, num_kv_heads=2, head_dim=64)
+  kv = jaxkv.kv.init(
+    sizes, num_layers=plan.num_memory_layers, num_kv_heads=2, head_dim=64
+  )
 
   def model(params, batch, kv):
     memory = jaxkv.kv.LayerMemory(plan, batch, kv)
@@ -70,12 +72,8 @@ for example after a fork. `share` lets `attend` read such pages once:
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
 Call `share` before one or more decode steps, and `refresh_shared` once in each
-step, before the layers, as `jaxkv.models.forward` does. Compiled for an H200
-with `triton`, a layer then starts 17 kernels instead of 25. Sharing was timed
-on two CPU cores, with 4 prompts of 1,024 tokens, 8 samples of each, and 128
-more tokens in each sample. With 8 K/V heads of 64 elements and 32 query heads,
-a step is 2.2 times as fast. With 2 K/V heads and 14 query heads, arithmetic
-costs more than reads, and a step is 1.7 to 1.9 times as fast.
+step, before the layers, as `jaxkv.models.forward` does. On two CPU cores, with
+8 samples of 4 prompts of 1,024 tokens, a step is then about twice as fast.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`
@@ -83,9 +81,8 @@ accept it in place of a `View`. Outside of attention and recurrent layers, a
 model treats tokens independently. So the same model can take tokens [B, T], or
 tokens [1, C] in a mixed step of C tokens.
 
-Latents. Multi-head latent attention (MLA) stores one vector for each token. The
-vector is the key, and its leading elements are the value. With `value_dim`,
-pages hold such vectors, and `attend` takes absorbed queries:
+Latents. With `value_dim`, pages hold one vector for each token, as in
+multi-head latent attention (MLA), and `attend` takes absorbed queries:
 
   kv = jaxkv.kv.init(
     config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512
@@ -107,10 +104,9 @@ reads the state before its new tokens and writes the state after them:
 Sequences that reuse a full page start from its state. So the tokens of one call
 should not cross the end of a page. `write_state` explains the exceptions.
 
-Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
-for each token, such as the ids of the experts that computed it. A sequence that
-reuses a cached page also reuses its expert ids. With `record_experts=True`,
-`jaxkv.models.init_kv` makes such pages for a model.
+Expert ids. `ExpertIdPages` hold the ids of the experts that computed a token. A
+sequence that reuses a cached page also reuses its ids. With
+`record_experts=True`, `jaxkv.models.init_kv` makes such pages for a model.
 
 Several pools. If layer groups need memory of different shapes, the memory of a
 cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
@@ -139,22 +135,16 @@ if this takes less time than computing their tokens again:
   size = jaxkv.kv.page_bytes(jax.eval_shape(init_kv))
   config = jaxkv.CacheConfig(..., offload_policy=policy, page_bytes=size)
 
-A lookup prefers a page on the device to an equal page on the host. Pages cached
-before the last `new_epoch` do not move to the host when they are evicted. A
-page in use never moves, and `merge_duplicates` does not replace a page with one
-on the host. All counts of free pages, `keep_free` and the watermark of a
-rollout count device pages only. One pool as large as both memories would have
-the same hits, unless equal pages are cached twice, for example because two
-sequences computed them at once. If the memory is a tuple of pools, a page moves
-in all of them. In tests, moves run on CPUs and GPUs and are compiled for TPUs.
-
-Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
-int8. The last three have a scale for each token and head.
+A lookup prefers a page on the device to an equal offloaded page. A page in use
+never moves, and `merge_duplicates` does not replace a page with an offloaded
+one. All counts of free pages, `keep_free` and the watermark of a rollout count
+device pages only. One pool as large as both memories would have the same hits,
+unless equal pages are cached twice, for example because two sequences computed
+them at once. In tests, moves run on CPUs and GPUs and are compiled for TPUs.
 """
 
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.attend import attend_with_lse
-from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
@@ -177,6 +167,7 @@ from jaxkv._src.kv.recurrent_pages import read_state
 from jaxkv._src.kv.recurrent_pages import write_state
 from jaxkv._src.kv.share import refresh_shared
 from jaxkv._src.kv.share import share
+from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View

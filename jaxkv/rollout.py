@@ -56,9 +56,7 @@ argument raises TypeError if its type or dtype is wrong, and ValueError if its
 shape is wrong.
 
 Call `generate` inside `jit`, with the state donated. Outside of `jit`, every
-call compiles again. Compilation takes about 15 s. With the persistent cache of
-jax, `jax.config.update("jax_compilation_cache_dir", FOLDER)`, the first call of
-a later process takes about 2 s.
+call compiles again, for about 15 s.
 
 `help(jaxkv.sharding)` explains rollouts on several devices, and saving.
 """

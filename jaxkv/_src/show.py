@@ -32,8 +32,7 @@ _BAR = "#00000048"
 _BOLD = ' font-weight="bold"'
 
 
-@dataclasses.dataclass(frozen=True)
-class _Look:
+class _Look(NamedTuple):
   """The label and the colours of one kind of page."""
 
   label: str
@@ -53,15 +52,10 @@ _LOOKS = {
 
 
 def page_kinds(state: CacheState) -> list[str]:
-  """Classifies the pages of the pool.
+  """Returns the kind of each of N pages, a key of `_LOOKS`.
 
-  Args:
-    state: the cache, not traced.
-
-  Returns:
-    A word for each of N pages: "null", "free", "cached" (free, but in the
-    prefix index), "in use", "shared" (several page-table entries name it), or
-    "pinned" (held by `pin` or `touch`).
+  A page is "cached" if it is free and in the prefix index, "shared" if several
+  page-table entries name it, and "pinned" if `pin` or `touch` holds it.
   """
   held = np.asarray(state.pool.ref_count)
   pinned = np.asarray(state.pool.pin_count) > 0
@@ -144,18 +138,16 @@ def show(state: CacheState, *, title: str = "") -> Picture:
       "pools."
     )
   kinds = page_kinds(state)
-  columns = _COLUMNS
-  # For a large pool, this makes the pool's grid about twice as wide as high.
-  if len(kinds) > _LARGE_POOL:
-    columns = 8 * math.ceil(math.sqrt(2 * len(kinds)) / 8)
-  drawing = _Drawing(columns=columns, cached=frozenset(cached_pages(state)))
-  _draw_title(drawing, title)
-  _draw_slots(drawing, state, kinds)
-  _draw_pool(drawing, kinds)
-  _draw_free_queue(drawing, state, kinds)
-  _draw_legend(drawing, kinds)
   summary = _summary(state, kinds, title)
-  return Picture(svg=_svg(drawing, summary), summary=summary)
+  drawing = _Drawing(state, kinds)
+  if title:
+    drawing.text(0, 0.3, title, 0.46, bold=True)
+    drawing.bottom += 1.1
+  drawing.draw_slots()
+  drawing.draw_pool()
+  drawing.draw_free_queue()
+  drawing.draw_legend()
+  return Picture(svg=drawing.svg(summary), summary=summary)
 
 
 def _summary(state: CacheState, kinds: list[str], title: str) -> str:
@@ -179,289 +171,229 @@ def _summary(state: CacheState, kinds: list[str], title: str) -> str:
   return f"{title}: {text}" if title else text
 
 
-class _Cell(NamedTuple):
-  """A page to draw. Lengths are in units of the side of a cell in the pool."""
-
-  x: float
-  y: float
-  width: float
-  height: float
-  kind: str
-  label: str = ""
-  dot: bool = False
-  filled: float = 1.0
-
-
-class _Text(NamedTuple):
-  """A text to draw; the font size is in units of a cell's height."""
-
-  x: float
-  y: float
-  text: str
-  size: float = 0.36
-  anchor: str = "start"
-  bold: bool = False
-  colour: str = _INK
-
-
-@dataclasses.dataclass
 class _Drawing:
-  """The cells and texts to draw; `bottom` is where the next row starts."""
+  """A picture of a cache in SVG; `bottom` is where its next row starts.
 
-  columns: int
-  cached: frozenset[int]
-  left: float = _LEFT
-  bottom: float = 0.0
-  cells: list[_Cell] = dataclasses.field(default_factory=list)
-  texts: list[_Text] = dataclasses.field(default_factory=list)
+  Lengths are in units of the side of a cell in the pool.
+  """
 
-  @property
-  def right(self) -> float:
-    return self.left + self.columns
+  def __init__(self, state: CacheState, kinds: list[str]):
+    self.state = state
+    self.kinds = kinds
+    self.cached = frozenset(cached_pages(state))
+    self.columns = _COLUMNS
+    # For a large pool, this makes the pool's grid about twice as wide as high.
+    if len(kinds) > _LARGE_POOL:
+      self.columns = 8 * math.ceil(math.sqrt(2 * len(kinds)) / 8)
+    self.left = _LEFT if state.config.num_groups == 1 else _GROUPS_LEFT
+    self.width = self.left + self.columns + 0.2
+    self.scale = min(_CELL_PIXELS, _MAX_PIXELS / self.width)
+    self.bottom = 0.0
+    self.has_dots = False
+    self.parts: list[str] = []
 
+  def draw_slots(self) -> None:
+    """Draws a row of pages for each group of each slot."""
+    config = self.state.config
+    num_pages = np.asarray(self.state.num_pages)
+    width = min(1.0, self.columns / num_pages.max(initial=1))
+    slots = range(config.num_slots)
+    # With more than _MAX_ROWS slots, draws only the first _MAX_ROWS in use.
+    if config.num_slots > _MAX_ROWS:
+      slots = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
+    for slot in slots:
+      length = int(self.state.length[slot])
+      is_empty = num_pages[slot].max() == 0
+      status = "empty" if is_empty else f"{length} token{'s' * (length != 1)}"
+      self.text(0, self.bottom + 0.5, f"slot {slot}", bold=True)
+      self.text(_LEFT - 0.3, self.bottom + 0.5, status, anchor="end")
+      for group in range(config.num_groups):
+        self.draw_row(slot, group, length, width)
+    num_hidden = config.num_slots - len(slots)
+    if num_hidden:
+      self.text(0, self.bottom + 0.5, f"and {num_hidden} more slots")
+      self.bottom += 1.0
+    self.bottom += 0.6
 
-def _draw_title(drawing: _Drawing, title: str) -> None:
-  if title:
-    drawing.texts.append(_Text(0, drawing.bottom + 0.3, title, 0.46, bold=True))
-    drawing.bottom += 1.1
-
-
-def _draw_slots(drawing: _Drawing, state: CacheState, kinds: list[str]) -> None:
-  """Draws a row of pages for each group of each slot."""
-  config = state.config
-  num_pages = np.asarray(state.num_pages)
-  widest = max(1, num_pages.max())
-  if config.num_groups > 1:
-    drawing.left = _GROUPS_LEFT
-  slots = range(config.num_slots)
-  # With more than _MAX_ROWS slots, draws only the first _MAX_ROWS in use.
-  if config.num_slots > _MAX_ROWS:
-    slots = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
-  for slot in slots:
-    length = int(state.length[slot])
-    empty = num_pages[slot].max() == 0
-    status = "empty" if empty else f"{length} token{'s' * (length != 1)}"
-    middle = drawing.bottom + 0.5
-    drawing.texts += [
-      _Text(0, middle, f"slot {slot}", bold=True),
-      _Text(_LEFT - 0.3, middle, status, anchor="end"),
-    ]
-    for group in range(config.num_groups):
-      _draw_row(drawing, state, kinds, slot, group, widest)
-  hidden = config.num_slots - len(slots)
-  if hidden:
-    drawing.texts.append(
-      _Text(0, drawing.bottom + 0.5, f"and {hidden} more slots")
-    )
-    drawing.bottom += 1.0
-  drawing.bottom += 0.6
-
-
-def _draw_row(
-  drawing: _Drawing,
-  state: CacheState,
-  kinds: list[str],
-  slot: int,
-  group: int,
-  widest: int,
-) -> None:
-  """Draws the pages of one slot in one layer group."""
-  config = state.config
-  kind, size = config.groups[group], config.page_sizes[group]
-  length, width = int(state.length[slot]), min(1.0, drawing.columns / widest)
-  if config.num_groups > 1:
-    at = drawing.left - 0.3, drawing.bottom + 0.5
-    drawing.texts.append(_Text(*at, f"group {group}", 0.3, anchor="end"))
-  pages = np.asarray(state.page_table)[slot, group]
-  count = int(state.num_pages[slot, group])
-  for column, page in enumerate(pages[:count].tolist()):
-    filled = 1.0
-    # Recurrent states do not fill by token: they get no bar.
-    if not kind.holds_states:
-      filled = min(1.0, max(0.0, length / size - column))
-    drawing.cells.append(
-      _Cell(
-        x=drawing.left + column * width,
-        y=drawing.bottom,
+  def draw_row(self, slot: int, group: int, length: int, width: float) -> None:
+    """Draws the pages of one slot in one layer group."""
+    config = self.state.config
+    if config.num_groups > 1:
+      y = self.bottom + 0.5
+      self.text(self.left - 0.3, y, f"group {group}", 0.3, anchor="end")
+    num_pages = int(self.state.num_pages[slot, group])
+    pages = np.asarray(self.state.page_table)[slot, group, :num_pages]
+    for column, page in enumerate(pages.tolist()):
+      filled = 1.0
+      # Recurrent states do not fill by token: they get no bar.
+      if not config.groups[group].holds_states:
+        filled = min(1.0, max(0.0, length / config.page_sizes[group] - column))
+      self.cell(
+        self.left + column * width,
+        self.bottom,
+        self.kinds[page],
         width=width,
-        height=1.0,
-        kind=kinds[page],
         label=str(page) if page else "",
-        dot=page in drawing.cached,
+        has_dot=page in self.cached,
         filled=filled,
       )
-    )
-  drawing.bottom += 1.0
+    self.bottom += 1.0
 
+  def draw_pool(self) -> None:
+    """Draws every page of the pool, by number."""
+    self.text(0, self.bottom + 0.5, "pool", bold=True)
+    self.draw_grid(range(len(self.kinds)), 1.0)
+    self.bottom += 0.6
 
-def _draw_pool(drawing: _Drawing, kinds: list[str]) -> None:
-  """Draws every page of the pool, by number."""
-  drawing.texts.append(_Text(0, drawing.bottom + 0.5, "pool", bold=True))
-  _draw_grid(drawing, range(len(kinds)), kinds, 1.0)
-  drawing.bottom += 0.6
+  def draw_free_queue(self) -> None:
+    """Draws the free pages in the order in which they will be popped."""
+    pages = free_pages(self.state)
+    y = self.bottom + 0.5 * _QUEUE_SCALE
+    arrow = "next \N{RIGHTWARDS ARROW}"
+    self.text(0, y, "free queue", bold=True)
+    self.text(self.left - 0.3, y, arrow, anchor="end")
+    self.draw_grid(pages[:_MAX_FREE], _QUEUE_SCALE)
+    note = "" if pages else "empty"
+    if len(pages) > _MAX_FREE:
+      note = f"and {len(pages) - _MAX_FREE} more"
+    self.text(self.left, self.bottom - 0.2, note, 0.3)
+    self.bottom += 0.5
 
-
-def _draw_free_queue(
-  drawing: _Drawing, state: CacheState, kinds: list[str]
-) -> None:
-  """Draws the free pages in the order in which they will be popped."""
-  free = free_pages(state)
-  scale = _QUEUE_SCALE
-  drawing.texts += [
-    _Text(0, drawing.bottom + 0.5 * scale, "free queue", bold=True),
-    _Text(
-      drawing.left - 0.3,
-      drawing.bottom + 0.5 * scale,
-      "next \N{RIGHTWARDS ARROW}",
-      anchor="end",
-    ),
-  ]
-  _draw_grid(drawing, free[:_MAX_FREE], kinds, scale)
-  note = ""
-  if not free:
-    note = "empty"
-  elif len(free) > _MAX_FREE:
-    note = f"and {len(free) - _MAX_FREE} more"
-  if note:
-    drawing.texts.append(_Text(drawing.left, drawing.bottom - 0.2, note, 0.3))
-  drawing.bottom += 0.5
-
-
-def _draw_grid(
-  drawing: _Drawing, pages: Sequence[int], kinds: list[str], scale: float
-) -> None:
-  """Draws `pages` in order, in rows as wide as the drawing."""
-  per_row = int(drawing.columns / scale)
-  for position, page in enumerate(pages):
-    row, column = divmod(position, per_row)
-    drawing.cells.append(
-      _Cell(
-        x=drawing.left + column * scale,
-        y=drawing.bottom + row * scale,
+  def draw_grid(self, pages: Sequence[int], scale: float) -> None:
+    """Draws `pages` in order, in rows as wide as the drawing."""
+    num_columns = int(self.columns / scale)
+    for position, page in enumerate(pages):
+      row, column = divmod(position, num_columns)
+      self.cell(
+        self.left + column * scale,
+        self.bottom + row * scale,
+        self.kinds[page],
         width=scale,
         height=scale,
-        kind=kinds[page],
         label=str(page),
-        dot=page in drawing.cached and kinds[page] != "cached",
+        has_dot=page in self.cached and self.kinds[page] != "cached",
       )
-    )
-  drawing.bottom += scale * max(1, math.ceil(len(pages) / per_row))
+    self.bottom += scale * max(1, math.ceil(len(pages) / num_columns))
 
-
-def _draw_legend(drawing: _Drawing, kinds: list[str]) -> None:
-  """Draws the legend of the colours and marks that occur."""
-  x = drawing.left
-  y = drawing.bottom
-  for kind in _LOOKS:
-    if kind not in kinds:
-      continue
-    label = _LOOKS[kind].label
-    drawing.cells.append(_Cell(x, y, 0.55, 0.55, kind))
-    drawing.texts.append(_Text(x + 0.7, y + 0.275, label, 0.32))
-    x += 1.25 + 0.185 * len(label)
-  if any(cell.dot for cell in drawing.cells):
-    drawing.cells.append(_Cell(x, y, 0.55, 0.55, "in use", dot=True))
-    drawing.texts.append(_Text(x + 0.7, y + 0.275, "cached", 0.32))
-  drawing.bottom += 0.7
-
-
-def _svg(drawing: _Drawing, summary: str) -> str:
-  """Returns the drawing as an SVG picture."""
-  width = drawing.right + 0.2
-  height = drawing.bottom + 0.2
-  scale = min(_CELL_PIXELS, _MAX_PIXELS / width)
-  parts = [part for cell in drawing.cells for part in _cell(cell, scale)]
-  for text in drawing.texts + [_label(cell) for cell in drawing.cells]:
-    size = text.size * scale
-    # Texts too small to read are omitted.
-    if text.text and size >= _MIN_FONT_PIXELS:
-      parts.append(
-        # `dominant-baseline` is not supported by all programs.
-        f'<text x="{text.x * scale:.1f}" y="{text.y * scale:.1f}" dy="0.35em"'
-        f' font-size="{size:.1f}" fill="{text.colour}"'
-        f' text-anchor="{text.anchor}"'
-        f"{_BOLD if text.bold else ''}>{html.escape(text.text)}</text>"
-      )
-  left, top = -0.1 * scale, -0.1 * scale
-  return (
-    '<svg xmlns="http://www.w3.org/2000/svg"'
-    f' width="{width * scale:.0f}" height="{height * scale:.0f}"'
-    f' viewBox="{left:.1f} {top:.1f} {width * scale:.1f} {height * scale:.1f}"'
-    ' font-family="sans-serif" role="img">'
-    f"<title>{html.escape(summary)}</title>{''.join(parts)}</svg>"
-  )
-
-
-def _cell(cell: _Cell, scale: float) -> list[str]:
-  """Returns a rounded cell, a bar if the page is partly filled, and a dot."""
-  look = _LOOKS[cell.kind]
-  gap = 0.04 * cell.height
-  x = cell.x + gap
-  width = max(cell.width - 2 * gap, 0.02)
-  height = cell.height - 2 * gap
-  edge = _INK if look.face == "none" else look.face
-  radius = 0.16 * min(width, height)
-  parts = [
-    _rectangle(
-      x,
-      cell.y + gap,
-      width,
-      height,
-      radius=radius,
-      scale=scale,
-      face=look.face,
-      edge=edge,
-    )
-  ]
-  if cell.filled < 1 and cell.kind != "null":
-    lengths = {_BAR: 0.76 * width, _LIGHT: 0.76 * width * cell.filled}
-    parts += [
-      _rectangle(
-        x + 0.12 * width,
-        cell.y + 0.76,
-        length,
-        0.1,
-        radius=0.05,
-        scale=scale,
-        face=face,
-      )
-      for face, length in lengths.items()
-      if length > 0
+  def draw_legend(self) -> None:
+    """Draws the legend of the colours and marks that occur."""
+    entries = [
+      (kind, look.label, False)
+      for kind, look in _LOOKS.items()
+      if kind in self.kinds
     ]
-  if cell.dot:
-    inset = 0.2 * cell.height
-    parts.append(
-      f'<circle cx="{(cell.x + cell.width - inset) * scale:.1f}"'
-      f' cy="{(cell.y + inset) * scale:.1f}"'
-      f' r="{0.09 * cell.height * scale:.1f}" fill="{_LIGHT}"/>'
+    if self.has_dots:
+      entries.append(("in use", "cached", True))
+    x = self.left
+    for kind, label, has_dot in entries:
+      self.cell(x, self.bottom, kind, width=0.55, height=0.55, has_dot=has_dot)
+      self.text(x + 0.7, self.bottom + 0.275, label, 0.32)
+      x += 1.25 + 0.185 * len(label)
+    self.bottom += 0.7
+
+  def cell(
+    self,
+    x: float,
+    y: float,
+    kind: str,
+    *,
+    width: float,
+    height: float = 1.0,
+    label: str = "",
+    has_dot: bool = False,
+    filled: float = 1.0,
+  ) -> None:
+    """Draws a rounded cell, a bar if the page is partly filled, and a dot."""
+    look = _LOOKS[kind]
+    gap = 0.04 * height
+    inner_width = max(width - 2 * gap, 0.02)
+    inner_height = height - 2 * gap
+    self.rectangle(
+      x + gap,
+      y + gap,
+      inner_width,
+      inner_height,
+      radius=0.16 * min(inner_width, inner_height),
+      face=look.face,
+      edge=_INK if look.face == "none" else look.face,
     )
-  return parts
+    if filled < 1 and kind != "null":
+      for face, part in ((_BAR, 1.0), (_LIGHT, filled)):
+        self.rectangle(
+          x + gap + 0.12 * inner_width,
+          y + 0.76,
+          0.76 * inner_width * part,
+          0.1,
+          radius=0.05,
+          face=face,
+        )
+    if has_dot:
+      self.has_dots = True
+      inset = 0.2 * height
+      self.parts.append(
+        f'<circle cx="{(x + width - inset) * self.scale:.1f}"'
+        f' cy="{(y + inset) * self.scale:.1f}"'
+        f' r="{0.09 * height * self.scale:.1f}" fill="{_LIGHT}"/>'
+      )
+    self.text(
+      x + width / 2,
+      y + height / 2,
+      label,
+      0.36 * min(height, 1.6 * width),
+      anchor="middle",
+      colour=look.ink,
+    )
 
+  def rectangle(
+    self,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    radius: float,
+    face: str,
+    edge: str = "none",
+  ) -> None:
+    """Draws a rounded rectangle."""
+    scale = self.scale
+    self.parts.append(
+      f'<rect x="{x * scale:.1f}" y="{y * scale:.1f}"'
+      f' width="{width * scale:.1f}" height="{height * scale:.1f}"'
+      f' rx="{radius * scale:.1f}" fill="{face}" stroke="{edge}"/>'
+    )
 
-def _rectangle(
-  x: float,
-  y: float,
-  width: float,
-  height: float,
-  *,
-  radius: float,
-  scale: float,
-  face: str,
-  edge: str = "none",
-) -> str:
-  return (
-    f'<rect x="{x * scale:.1f}" y="{y * scale:.1f}"'
-    f' width="{width * scale:.1f}" height="{height * scale:.1f}"'
-    f' rx="{radius * scale:.1f}" fill="{face}" stroke="{edge}"/>'
-  )
+  def text(
+    self,
+    x: float,
+    y: float,
+    text: str,
+    size: float = 0.36,
+    *,
+    anchor: str = "start",
+    bold: bool = False,
+    colour: str = _INK,
+  ) -> None:
+    """Draws a text around height `y`, unless it is too small to read."""
+    font_pixels = size * self.scale
+    if text and font_pixels >= _MIN_FONT_PIXELS:
+      self.parts.append(
+        # `dominant-baseline` is not supported by all programs.
+        f'<text x="{x * self.scale:.1f}" y="{y * self.scale:.1f}" dy="0.35em"'
+        f' font-size="{font_pixels:.1f}" fill="{colour}"'
+        f' text-anchor="{anchor}"'
+        f"{_BOLD if bold else ''}>{html.escape(text)}</text>"
+      )
 
-
-def _label(cell: _Cell) -> _Text:
-  return _Text(
-    cell.x + cell.width / 2,
-    cell.y + cell.height / 2,
-    cell.label,
-    size=0.36 * min(cell.height, 1.6 * cell.width),
-    anchor="middle",
-    colour=_LOOKS[cell.kind].ink,
-  )
+  def svg(self, summary: str) -> str:
+    """Returns the picture as the text of an SVG file."""
+    margin = -0.1 * self.scale
+    width = self.width * self.scale
+    height = (self.bottom + 0.2) * self.scale
+    return (
+      '<svg xmlns="http://www.w3.org/2000/svg"'
+      f' width="{width:.0f}" height="{height:.0f}"'
+      f' viewBox="{margin:.1f} {margin:.1f} {width:.1f} {height:.1f}"'
+      ' font-family="sans-serif" role="img">'
+      f"<title>{html.escape(summary)}</title>{''.join(self.parts)}</svg>"
+    )

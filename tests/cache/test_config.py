@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import jaxkv
 from jaxkv import CacheConfig
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
@@ -28,8 +29,8 @@ def test_groups_share_the_smallest_page_size():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"num_pages": 1}, "`CacheConfig.num_pages` must be at least 2, got 1"),
-    ({"page_size": 0}, "page_size` must be at least 1, got 0"),
+    ({"num_pages": 1}, "`CacheConfig.num_pages` must be at least 2 and .* 1"),
+    ({"page_size": 0}, "page_size` must be at least 1 and .*, got 0"),
     ({"num_pages": 2**28 + 1}, r"must be at most 2\*\*28"),
     ({"num_pages": 2**27, "offload_pages": 2**27}, r"must be at most 2\*\*28"),
     ({"offload_policy": 3}, r"'never'\) or an OffloadPolicy, got 3"),
@@ -54,7 +55,7 @@ def test_groups_share_the_smallest_page_size():
       {"groups": (FullAttention(page_size=8),), "prefix_retention_interval": 4},
       "retention_interval` must be a multiple of 8, .* got 4",
     ),
-    ({"prefix_retention_interval": -4}, "interval` must be at least 0, got -4"),
+    ({"prefix_retention_interval": -4}, "interval` must be at least 0 .* -4"),
     (
       {"prefix_retention_interval": 0, "prefix_rules": "classic"},
       'interval` must be None with prefix_rules="classic", got 0',
@@ -92,7 +93,7 @@ def test_bad_types_are_refused(changes, message):
 def test_kinds_of_the_host_are_refused(group):
   text = r"must hold kinds that a device has, got .*jaxkv.host.CacheManager"
   with pytest.raises(ValueError, match=text):
-    config(groups=(FullAttention(), group))
+    jaxkv.init(config(groups=(FullAttention(), group)))
 
 
 def test_offload_pages_need_prefix_caching():

@@ -228,14 +228,6 @@ def test_states_that_a_loop_has_published_are_written():
   assert admit(cache, request("c", tokens)) == ([[0, 1]], [[2]])
 
 
-def test_a_slot_that_waits_for_free_pages_must_stay(cache):
-  popped = cache.pop_pages_for_free(request("a", range(9)))
-  state, _ = jaxkv.free(cache.state, slots=[0])
-  with pytest.raises(ValueError, match="`state` must hold pages in slots"):
-    cache.take(state)
-  cache.free_pages(popped)
-
-
 def test_statistics_after_an_older_state():
   """Counts that the older state lowers are not negative afterwards."""
   cache = single(CacheManager, key=KEY, track_residency=True, max_requests=10)

@@ -60,12 +60,11 @@ CALLS = {
   "allocate_slots, new": lambda m, r: m.allocate_slots(r["new"], 13),
   "allocate_slots, moves": lambda m, r: admit(m, r, "d"),
   "take_moves": lambda m, r: m.take_moves(),
-  "step": lambda m, r: m.step([r["a"], r["b"]], 3),
   "cache_pages": lambda m, r: m.cache_pages(r["a"], 16),
   "remove_skipped_pages": lambda m, r: m.remove_skipped_pages("a", 13),
   "free": lambda m, r: m.free(r["a"]),
   "pop_pages_for_free": lambda m, r: m.pop_pages_for_free(r["a"]),
-  "free_pages": lambda m, r: m.free_pages(m.pop_pages_for_free(r["b"])),
+  "pages.release": lambda m, r: m.pages.release(r["pages"]),
   "evict_pages": lambda m, r: m.evict_pages([1, 2]),
   "reset_prefix_cache": lambda m, r: m.reset_prefix_cache(),
   "take_events": lambda m, r: m.take_events(),
@@ -86,8 +85,8 @@ def prepared(name):
       req = request("one", range(first_token, first_token + 13))
       admit(manager, {"one": req}, "one")
       manager.free(req)
-  if name == "free_pages":
-    manager.pop_pages_for_free(requests["b"])
+  if name == "pages.release":
+    requests["pages"] = manager.pop_pages_for_free(requests["b"])
   if name == "reset_prefix_cache":
     manager.free(requests["a"])
     manager.free(requests["b"])
@@ -100,13 +99,13 @@ def everything(manager):
   state = manager._state
   pool = state.pool
   saved = pool.saved
-  slots = sorted(state.all_held(), key=lambda req: req.slot)
+  slots = sorted(state.held.values(), key=lambda req: req.slot)
   return (
     [
       (req.request_id, req.slot, req.tables, req.skipped, req.length, req.room)
       for req in slots
     ],
-    [sorted(state.popped), state.vacant, state.statistics, state.step_clock],
+    [state.vacant, state.statistics, state.step_clock],
     [pool.ref_count, pool.pin_count, pool.queue.in_order(), pool.num_free],
     [[node.digest for node in req.nodes] for req in slots],
     [page and page.digest for page in pool.content],
@@ -118,7 +117,7 @@ def everything(manager):
 
 
 # A few seconds each.
-@slow_except("name", CALLS, "step")
+@slow_except("name", CALLS, "allocate_slots")
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_calls_are_atomic(name, pytestconfig):
   manager = check_atomic(
@@ -198,7 +197,7 @@ def test_calls_left_by_signals_are_atomic():
     raise Interrupted
 
   done, requests = begun()
-  CALLS["step"](done, requests)
+  CALLS["allocate_slots"](done, requests)
   outcomes = [everything(begun()[0]), everything(done)]
   old_handler = signal.signal(signal.SIGALRM, handler)
   # Python drops an exception that is raised in a callback of the collector.
@@ -208,7 +207,7 @@ def test_calls_left_by_signals_are_atomic():
       manager, requests = begun()
       try:
         signal.setitimer(signal.ITIMER_REAL, 1e-6 + 1e-6 * trial)
-        CALLS["step"](manager, requests)
+        CALLS["allocate_slots"](manager, requests)
         signal.setitimer(signal.ITIMER_REAL, 0)
       except Interrupted:
         pass
@@ -263,7 +262,7 @@ def test_threads_share_a_manager():
       if manager.allocate_slots(req, 9) is not None:
         req.num_computed_tokens = 9
         req.token_ids += [1]
-        manager.step([req])
+        manager.allocate_slots(req, 1)
         manager.free(req)
 
   run_in_threads(work)

@@ -1,7 +1,7 @@
 """The host manager alone: contents, statistics, what it is given and says.
 
-Page ids are in `tests.host.test_manager_traces`, many requests at once in
-`tests.host.test_step`, bad calls in `tests.host.test_errors`.
+Page ids are in `tests.host.test_manager_traces`, bad calls in
+`tests.host.test_errors`.
 """
 
 import numpy as np
@@ -53,6 +53,18 @@ class TestContents:
   )
   def test_hits_end_before_other_items(self, cache, items, tokens):
     assert self._cached(cache, mm=items) == tokens
+
+  def test_placeholders_of_later_chunks_are_content(self, cache):
+    tokens = [1, 2, 9, 9, 9, 9, 9, 3, 4, 5, 6, 7, 8]
+    req = request("0", tokens, mm=[IMAGE])
+    admit(cache, req, 3)
+    for new in (7, 1, 1, 1):
+      assert cache.allocate_slots(req, new) is not None
+      req.num_computed_tokens += new
+    assert hit_of(cache, request("1", tokens, mm=[IMAGE]))[1] == 12
+    other_items = [IMAGE._replace(identifier="another")]
+    assert hit_of(cache, request("2", tokens, mm=other_items))[1] == 0
+    assert hit_of(cache, request("3", tokens))[1] == 0
 
   def test_two_items_are_told_apart_behind_a_common_page(self, cache):
     tokens = [*range(4), *[9] * 6]
@@ -302,48 +314,47 @@ class TestDeferredFree:
 
   def test_pages_are_held_until_they_are_given_back(self, cache):
     req_a, req_b = self._two(cache)
-    popped = cache.pop_pages_for_free(req_a)
-    assert popped.pages == ([1, 2, 3],)
+    pages = cache.pop_pages_for_free(req_a)
+    assert pages == [1, 2, 3]
+    assert cache.pop_pages_for_free(req_a) == []
     assert cache.get_page_ids("0") == ([],)
     assert (cache.num_free_pages, cache.reset_prefix_cache()) == (4, False)
     # The name may come back before the pages do.
     assert admit(cache, request("0", range(9))) == ([[1, 2]], [[7]])
     cache.free(req_b)
-    cache.free_pages(popped)
+    cache.pages.release(reversed(pages))
     assert cache.free_queue() == [3, 6, 8, 9, 10, 5, 4]
     jaxkv.check(cache.state)
 
-  def test_the_newest_pages_of_a_name_are_returned_again(self, cache):
-    req, _ = self._two(cache)
-    first_pages = cache.pop_pages_for_free(req)
-    admit(cache, request("0", range(9)))
-    second_pages = cache.pop_pages_for_free(req)
-    assert cache.pop_pages_for_free(req) is second_pages
-    cache.free_pages(second_pages)
-    assert cache.pop_pages_for_free(req) is first_pages
-
   def test_requests_wait_for_deferred_pages(self, cache):
-    req_a, req_b = self._two(cache)
-    popped = [cache.pop_pages_for_free(req) for req in (req_a, req_b)]
+    popped = [cache.pop_pages_for_free(req) for req in self._two(cache)]
     newcomer = request("late", range(500, 540))
     for pages in popped:
       assert admit(cache, newcomer) == ([[]], None)
-      cache.free_pages(pages)
+      cache.pages.release(reversed(pages))
     assert admit(cache, newcomer) == ([[]], [[6, 3, 7, 8, 9, 10, 2, 1, 5, 4]])
 
   def test_deferred_pages_have_the_order_of_free(self):
     queues = []
     for deferred in (True, False):
-      cache = hybrid(CacheManager)
+      cache = single(CacheManager)
       requests = self._two(cache)
       if deferred:
-        for popped in [cache.pop_pages_for_free(req) for req in requests]:
-          cache.free_pages(popped)
+        for pages in [cache.pop_pages_for_free(req) for req in requests]:
+          cache.pages.release(reversed(pages))
       else:
         for req in requests:
           cache.free(req)
       queues.append(cache.free_queue())
     assert queues[0] == queues[1]
+
+  def test_loops_keep_deferred_pages(self, cache):
+    req_a, _ = self._two(cache)
+    pages = cache.pop_pages_for_free(req_a)
+    state, _ = jaxkv.free(cache.state, slots=[1])
+    assert cache.take(state) == ["1"]
+    cache.pages.release(reversed(pages))
+    assert cache.num_free_pages == 10
 
 
 class TestReadings:
@@ -399,16 +410,15 @@ class TestReadings:
     assert cache.take_new_page_ids() == [3]
     assert cache.take_new_page_ids() == []
 
-  def test_skipped_groups_report_no_new_pages(self):
-    """Hits are not new pages of the request that finds them."""
+  def test_hits_are_not_new_pages(self):
     cache = hybrid(CacheManager, track_new_pages=True)
-    admit(cache, request("0", range(17)), skip_zeroing_group_ids=[2])
-    req = request("1", range(20))
-    assert admit(cache, req, skip_zeroing_group_ids=[0, 1]) == (
+    admit(cache, request("0", range(17)))
+    assert cache.take_new_page_ids() == [*range(1, 16)]
+    assert admit(cache, request("1", range(20))) == (
       [[1, 2, 3, 4], [0, 0, 8, 9], [0, 0, 13, 14]],
       [[16], [17], [18]],
     )
-    assert cache.take_new_page_ids() == [*range(1, 11), 18]
+    assert cache.take_new_page_ids() == [16, 17, 18]
 
 
 class TestRequests:
@@ -454,9 +464,9 @@ def test_common_pages_are_those_of_all_requests():
   cache.pages.hold(pages[:1])
   assert cache.get_num_common_prefix_pages("a") == [0]
   admit(cache, request("c", range(9)))
-  popped = cache.pop_pages_for_free(request("c", range(9)))
+  pages = cache.pop_pages_for_free(request("c", range(9)))
   assert cache.get_num_common_prefix_pages("a") == [0]
-  cache.free_pages(popped)
+  cache.pages.release(pages)
   cache.free(request("b", []))
   admit(cache, request("d", range(9)))
   assert cache.get_num_common_prefix_pages("a") == [2]

@@ -72,9 +72,9 @@ def test_decoded_tokens_are_numbers(cache, token):
     unchanged(cache),
     pytest.raises(ValueError, match=r"of 'a' must be .* from 8 to 11"),
   ):
-    cache.step([req])
+    cache.allocate_slots(req, 1)
   req.token_ids[11] = 9
-  assert cache.step([req]) == [CachePages(([],))]
+  assert cache.allocate_slots(req, 1) == CachePages(([],))
 
 
 @pytest.mark.parametrize(
@@ -88,24 +88,20 @@ def test_counts_of_a_request_are_ints(fields):
     wrong = running(**fields)
     text = f"{next(iter(fields))}` must be an int"
     with pytest.raises(TypeError, match=text):
-      cache.step([wrong])
-    with pytest.raises(TypeError, match=text):
       cache.allocate_slots(wrong, 1)
 
 
 @pytest.mark.parametrize(
-  ("fields", "step", "message"),
+  ("fields", "count", "message"),
   [
-    ({"num_computed_tokens": -3}, (1,), "computed_tokens` must be at least"),
-    ({"num_computed_tokens": 2**40}, (1,), "got 1099511627777"),
-    ({}, (2**63 - 1,), "got 9223372036854775807"),
-    ({}, ([2**63 - 1],), "got 9223372036854775807"),
-    ({}, ([2**40],), "got 1099511627776"),
+    ({"num_computed_tokens": -3}, 1, "computed_tokens` must be at least"),
+    ({"num_computed_tokens": 2**40}, 1, "got 1099511627777"),
+    ({}, 2**63 - 1, "got 9223372036854775816"),
   ],
 )
-def test_counts_of_a_step_fit(cache, fields, step, message):
+def test_counts_of_a_running_request_fit(cache, fields, count, message):
   with unchanged(cache), pytest.raises(ValueError, match=message):
-    cache.step([running(**fields)], *step)
+    cache.allocate_slots(running(**fields), count)
 
 
 def test_tokens_in_an_array_of_jax(cache):
@@ -116,7 +112,7 @@ def test_tokens_in_an_array_of_jax(cache):
 
 def _calls_with_pages(cache):
   pages = cache.pages
-  readers = (pages.ref_counts, pages.groups, pages.keys, cache.evict_pages)
+  readers = (pages.ref_counts, pages.keys, cache.evict_pages)
   return *readers, pages.hold, pages.release
 
 
@@ -150,9 +146,7 @@ def test_page_ids_of_numpy_become_ints(cache):
 
 
 @pytest.mark.parametrize("count", [99.5, "3", True])
-def test_counts_of_readings_are_ints(cache, count):
-  with pytest.raises(TypeError, match="`count` must be an int"):
-    cache.free_queue(count)
+def test_the_limit_of_a_hit_is_an_int(cache, count):
   with pytest.raises(TypeError, match="`max_hit_tokens` must be an int"):
     cache.get_computed_pages(request("new", range(9)), count)
 
@@ -208,7 +202,7 @@ def test_objects_of_any_class_are_requests(field):
   assert new.get_page_ids() == ([4, 5],)
   req_b.num_computed_tokens = 14
   getattr(req_b, field).extend([14, 15, 16])
-  assert cache.step([req_b], 3) == [CachePages(([6],))]
+  assert cache.allocate_slots(req_b, 3) == CachePages(([6],))
   assert cache.cached_page_ids() == {1, 2, 4, 5}
   cache.free(req_a)
   cache.free(req_b)

@@ -1,5 +1,6 @@
 """Mistakes in the K/V memory: one each, and the test that notices it."""
 
+from jaxkv import Status
 from jaxkv.kv import FreshView
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
@@ -29,13 +30,13 @@ _TABLE = {
     _REFRESH + "test_idle_rows_leave_their_cluster",
   ),
   "moves are made twice": (
-    "offload_memory:_are_next",
-    returned(lambda out, g: out | True),
+    "offload_memory:misuse_of",
+    returned(lambda out, g: out * (out == Status.MOVES_FORGOTTEN)),
     _MISUSE + "test_repeated_moves_are_reported",
   ),
   "no moves are forgotten": (
     "offload_memory:misuse_of",
-    returned(lambda out, g: out * 0),
+    returned(lambda out, g: out * (out == Status.MOVES_REPEATED)),
     _MISUSE + "test_forgotten_moves_are_reported",
   ),
   "clusters cannot be given": (

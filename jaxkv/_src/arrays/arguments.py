@@ -43,6 +43,19 @@ def refuse(
   raise error(f"`{name}` must be {requirement}, got {describe(value)}{tail}")
 
 
+def check_type(
+  name: str, value: Any, classes: Any, requirement: str, hint: str = ""
+) -> None:
+  """Raises TypeError unless `value` is an instance of `classes`.
+
+  The message is that of `refuse`, with the type of the value.
+  """
+  if not isinstance(value, classes):
+    tail = f"; {hint}." if hint else "."
+    type_name = type(value).__name__
+    raise TypeError(f"`{name}` must be {requirement}, got {type_name}{tail}")
+
+
 def check_not_donated(name: str, array: Any) -> None:
   """Raises ValueError if an array of the argument `name` was donated."""
   if isinstance(array, Tracer) or not isinstance(array, Array):
@@ -299,11 +312,8 @@ def as_real(name: str, values: Any) -> Array:
 
 def check_array(name: str, value: Any) -> None:
   """Raises TypeError unless `value` is a JAX or NumPy array."""
-  if not isinstance(value, jax.Array | np.ndarray):
-    raise TypeError(
-      f"`{name}` must be an array, got {type(value).__name__}; wrap it in "
-      "jnp.asarray."
-    )
+  arrays = jax.Array | np.ndarray
+  check_type(name, value, arrays, "an array", "wrap it in jnp.asarray")
 
 
 def check_integers(name: str, values: Any) -> None:

@@ -11,7 +11,7 @@ own line of this table and on the lines below it:
 | `state`, `stats` | the state, its counters, statuses, the decorator `verb` |
 | `pool/` | pages: reference counts, the free queue, page-table rows |
 | `prefix/` | page keys, the prefix index, publication rules |
-| `config`, `offload_policy` | the static sizes and options |
+| `config` | the static sizes and options |
 | `group_kinds` | kinds of layer groups, and their sizes in pages |
 
 `invariants` checks a state; `describe` formats it for `repr`.

@@ -4,12 +4,63 @@ import dataclasses
 import functools
 import math
 
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import check_bool
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
-from jaxkv._src.cache.offload_policy import OffloadPolicy
 
 _CAN_BE_0 = ("offload_pages", "page_bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPolicy:
+  """The speeds that decide whether pages return from offload memory.
+
+  A page returns from offload memory only if the copy takes less time than
+  computing its tokens again. `python -m jaxkv doctor` estimates both speeds.
+
+  Attributes:
+    bytes_per_second: the speed of copies from offload memory to the device.
+    tokens_per_second: the speed at which the model processes prompts.
+
+  Raises:
+    TypeError: a speed is not a number.
+    ValueError: a speed is not finite, or not above 0.
+
+  Examples:
+    A token of Llama-3-8B has 131,072 bytes of K/V. A TPU v6e processes 22,900
+    tokens per second, and moves 16.4 GB, or 125,000 tokens, per second:
+
+    >>> OffloadPolicy(16.4e9, 22_900).max_pages(16 * 131_072, page_size=16)
+    5
+  """
+
+  bytes_per_second: float
+  tokens_per_second: float
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      name = f"OffloadPolicy.{field.name}"
+      if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(TypeError, name, "a number", value)
+      if not 0 < value < math.inf:
+        refuse(ValueError, name, "finite and above 0", value)
+
+  def max_pages(self, page_bytes: int, page_size: int) -> int:
+    """Returns the maximal number of pages to restore for `page_size` tokens.
+
+    Each group can have a page for the same tokens. Copying all of these pages
+    must take less time than computing the tokens.
+
+    Args:
+      page_bytes: bytes of a page over all layers.
+      page_size: tokens per page.
+    """
+    seconds = page_size / self.tokens_per_second
+    return math.ceil(seconds * self.bytes_per_second / page_bytes) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,12 +136,13 @@ class CacheConfig:
     minima = {"num_pages": 2} | dict.fromkeys(_CAN_BE_0, 0)
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      name = f"CacheConfig.{field.name}"
       if field.type is int:
-        _check_int(field.name, value, minima.get(field.name, 1))
-      if field.type is bool and not isinstance(value, bool):
-        raise TypeError(
-          f"`CacheConfig.{field.name}` must be True or False, got {value!r}."
-        )
+        # An int in place of a NumPy integer, which would decide dtypes.
+        count = as_count(name, value, minima.get(field.name, 1))
+        object.__setattr__(self, field.name, count)
+      if field.type is bool:
+        check_bool(name, value)
     _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
     _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
     self._check_offload_policy()
@@ -132,17 +184,14 @@ class CacheConfig:
 
   def _check_groups(self):
     if not isinstance(self.groups, tuple) or not self.groups:
-      raise TypeError(
-        "`CacheConfig.groups` must be a tuple of one or more group kinds, got "
-        f"{self.groups!r}."
-      )
+      expected = "a tuple of one or more group kinds"
+      refuse(TypeError, "CacheConfig.groups", expected, self.groups)
     for kind in self.groups:
       if not isinstance(kind, GroupKind):
         raise TypeError(
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
-      self._check_is_on_device(kind)
     # A slot must hold a whole number of pages of every group. Pages must end at
     # multiples of `page_size` tokens, because only these positions have keys.
     for group_page_size in self.page_sizes:
@@ -152,13 +201,6 @@ class CacheConfig:
           f"({self.page_size}) and divide the slot's {self.slot_tokens} "
           f"tokens, got {group_page_size}."
         )
-
-  def _check_is_on_device(self, kind: GroupKind):
-    if not kind.is_on_device:
-      raise ValueError(
-        f"`CacheConfig.groups` must hold kinds that a device has, got {kind}, "
-        "which only jaxkv.host.CacheManager has."
-      )
 
   def _check_caching(self):
     needs_keys = {
@@ -175,17 +217,13 @@ class CacheConfig:
     interval = self.prefix_retention_interval
     if interval is None:
       return
-    _check_int("prefix_retention_interval", interval, 0)
+    name = "CacheConfig.prefix_retention_interval"
+    as_count(name, interval, 0)
     if interval % self.alignment:
-      raise ValueError(
-        "`CacheConfig.prefix_retention_interval` must be a multiple of "
-        f"{self.alignment}, because hits end at its multiples, got {interval}."
-      )
+      expected = f"a multiple of {self.alignment}, because hits end there"
+      refuse(ValueError, name, expected, interval)
     if self.prefix_rules == "classic":
-      raise ValueError(
-        "`CacheConfig.prefix_retention_interval` must be None with "
-        f'prefix_rules="classic", got {interval}.'
-      )
+      refuse(ValueError, name, 'None with prefix_rules="classic"', interval)
 
   @property
   def num_groups(self) -> int:
@@ -256,18 +294,6 @@ class CacheConfig:
   def slot_tokens(self) -> int:
     """The tokens for which one slot has room, M * S."""
     return self.pages_per_slot * self.page_size
-
-
-def _check_int(name: str, value: object, minimum: int) -> None:
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise TypeError(
-      f"`CacheConfig.{name}` must be an int, got {value!r} of type "
-      f"{type(value).__name__}."
-    )
-  if value < minimum:
-    raise ValueError(
-      f"`CacheConfig.{name}` must be at least {minimum}, got {value}."
-    )
 
 
 def _check_choice(

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays.arguments import as_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +52,10 @@ class GroupKind:
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      name = type(self).__name__
-      if value is None and field.name == "page_size":
-        continue
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-          f"`{name}.{field.name}` must be an int, got {value!r} of type "
-          f"{type(value).__name__}."
-        )
-      minimum = field.metadata.get("minimum", 1)
-      if value < minimum:
-        raise ValueError(
-          f"`{name}.{field.name}` must be at least {minimum}, got {value}."
-        )
+      if value is not None or field.name != "page_size":
+        name = f"{type(self).__name__}.{field.name}"
+        count = as_count(name, value, field.metadata.get("minimum", 1))
+        object.__setattr__(self, field.name, count)
 
   @property
   def skips_pages(self) -> bool:
@@ -289,10 +281,6 @@ class Recurrent(GroupKind):
     for end_page in ends:
       is_kept |= (end_page > drop) & (pages == end_page - drop - 1)
     return is_kept
-
-  def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. Counts all columns, because each can hold a state."""
-    return -(-longest // page_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -214,9 +214,9 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `key` has a wrong type.
-    ValueError: `key` has a wrong shape. Or it is None in a traced function,
-      where all calls would share one draw, or with several processes, which
-      must share one secret.
+    ValueError: `config` has a group that only `jaxkv.host` has, or `key` has a
+      wrong shape. Or `key` is None in a traced function, where all calls would
+      share one draw, or with several processes, which must share one secret.
 
   Examples:
     >>> import jaxkv
@@ -227,25 +227,29 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
     >>> state.page_table.shape
     (2, 1, 4)
   """
-  if not isinstance(config, CacheConfig):
-    raise TypeError(
-      f"`config` must be a CacheConfig, got {type(config).__name__}; make one "
-      "with jaxkv.CacheConfig(...)."
-    )
+  hint = "make one with jaxkv.CacheConfig(...)"
+  arguments.check_type("config", config, CacheConfig, "a CacheConfig", hint)
+  for kind in config.groups:
+    if not kind.is_on_device:
+      raise ValueError(
+        f"`config.groups` must hold kinds that a device has, got {kind}, which "
+        "only jaxkv.host.CacheManager has."
+      )
   epoch = jnp.zeros((), jnp.uint32)
   secret = root = None
   if config.prefix_caching:
     secret, root = _secret_and_root(
       arguments.as_secret("key", key), epoch, config.num_groups
     )
-  return _empty(config, epoch, secret, root)
+  return empty(config, epoch, secret, root)
 
 
 # Jitted as a whole, because compiling each operation alone takes twice as long.
 @functools.partial(jax.jit, static_argnums=0)
-def _empty(
+def empty(
   config: CacheConfig, epoch: Array, secret: Array | None, root: Array | None
 ) -> CacheState:
+  """Returns an empty cache with the given version and secrets."""
   rows = (config.num_slots, config.num_groups)
   counters = {name: jnp.zeros((), jnp.uint32) for name in Stats.names()}
   return CacheState(
@@ -282,12 +286,11 @@ def check_cache(state: Any, name: str = "state") -> None:
       pair that a verb returned.
     ValueError: the arrays were donated to an earlier call.
   """
-  if not isinstance(state, CacheState):
-    hint = "make one with jaxkv.init(config)"
-    if isinstance(state, tuple):
-      hint = "unpack what a verb returned: `state, out = ...`"
-    type_name = type(state).__name__
-    raise TypeError(f"`{name}` must be a CacheState, got {type_name}; {hint}.")
+  is_pair = isinstance(state, tuple)
+  hint = "make one with jaxkv.init(config)"
+  if is_pair:
+    hint = "unpack what a verb returned: `state, out = ...`"
+  arguments.check_type(name, state, CacheState, "a CacheState", hint)
   arguments.check_not_donated(name, state.length)
 
 
@@ -305,14 +308,9 @@ def check_single(state: Any, name: str = "state") -> None:
 @functools.lru_cache(maxsize=64)
 def _shapes(config: CacheConfig) -> dict[str, tuple[int, ...]]:
   """Returns the shape of each array of a cache with this config, by path."""
-  scalar = jax.ShapeDtypeStruct((), jnp.uint32)
-  secret = root = None
-  if config.prefix_caching:
-    root = jax.ShapeDtypeStruct((hashing.KEY_WORDS,), jnp.uint32)
-    rows = (2 + config.num_groups, hashing.KEY_WORDS)
-    secret = jax.ShapeDtypeStruct(rows, jnp.uint32)
-  empty = functools.partial(_empty, config)
-  return arguments.shapes_of(jax.eval_shape(empty, scalar, secret, root))
+  key = jax.ShapeDtypeStruct((hashing.KEY_WORDS,), jnp.uint32)
+  state = jax.eval_shape(functools.partial(init, config), key)
+  return arguments.shapes_of(state)
 
 
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
@@ -428,12 +426,17 @@ def roots(state: CacheState, salts: Array | None) -> Array:
 
 def without_moves(state: CacheState) -> CacheState:
   """Removes the moves of earlier calls, which the caller has already made."""
-  if state.pool.offload is None:
+  offload = state.pool.offload
+  if offload is None:
     return state
-  offload = offload_pages.without_moves(state.pool.offload)
-  return dataclasses.replace(
-    state, pool=dataclasses.replace(state.pool, offload=offload)
+  moves = dataclasses.replace(
+    offload.moves,
+    count=sharding.zeros_like(offload.moves.count),
+    start=offload_pages.num_planned(offload),
   )
+  offload = dataclasses.replace(offload, moves=moves)
+  pool = dataclasses.replace(state.pool, offload=offload)
+  return dataclasses.replace(state, pool=pool)
 
 
 def _record(result: Any) -> Any:

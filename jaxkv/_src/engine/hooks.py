@@ -14,11 +14,11 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.recurrent_pages import StatePages
+from jaxkv._src.kv.view import Batch
 
 
 class Rows(NamedTuple):

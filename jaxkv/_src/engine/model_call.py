@@ -28,11 +28,11 @@ from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.exact import log_probs
-from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.share import share
+from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions

@@ -2,7 +2,6 @@
 
 import dataclasses
 from typing import Any
-from typing import NamedTuple
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,17 +57,3 @@ class CachePages:
   def new_empty(self) -> "CachePages":
     """Returns a `CachePages` with the same number of groups, all empty."""
     return CachePages(tuple([] for _ in self.pages))
-
-
-class PoppedPages(NamedTuple):
-  """Pages of a removed request, whose slot is occupied until they are freed.
-
-  Attributes:
-    slot: the slot.
-    pages: page ids by group.
-    request_id: the request.
-  """
-
-  slot: int
-  pages: tuple[list[int], ...]
-  request_id: str

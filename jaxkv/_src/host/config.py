@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import is_number
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
@@ -14,20 +15,12 @@ from jaxkv._src.host.groups import CrossAttention
 from jaxkv._src.host.groups import num_scratch
 
 
-class HostConfig(CacheConfig):
-  """A `CacheConfig` with groups that a device cache does not have."""
-
-  def _check_is_on_device(self, kind: GroupKind):
-    pass
-
-
 @dataclasses.dataclass(frozen=True)
 class ManagerOptions:
   """The options of a `CacheManager`, and the limits that follow from them.
 
   Attributes:
-    config: the sizes and options of the cache; a `HostConfig` if a device
-      cannot have all groups.
+    config: the sizes and options of the cache.
     max_model_len: tokens of the longest sequence.
     max_encoder_tokens: tokens of the longest encoder input.
     keep_free: pages that waiting requests leave free while others run.
@@ -73,12 +66,8 @@ def make(
   as_count("max_model_len", max_model_len, 1)
   as_count("max_requests", max_requests, 1)
   as_count("num_events", num_events, 0)
-  for name, value in (
-    ("track_new_pages", track_new_pages),
-    ("track_residency", track_residency),
-  ):
-    if not isinstance(value, bool):
-      raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  check_bool("track_new_pages", track_new_pages)
+  check_bool("track_residency", track_residency)
   in_flight = max_model_len if max_in_flight is None else max_in_flight
   as_count("max_in_flight", in_flight, 1)
   if policy not in ("current", "classic"):
@@ -100,8 +89,7 @@ def make(
   page_sizes = [group.page_size or 0 for group in groups]
   alignment = math.lcm(*page_sizes)
   page_size = math.gcd(*page_sizes)
-  is_on_device = all(group.is_on_device for group in groups)
-  config = (CacheConfig if is_on_device else HostConfig)(
+  config = CacheConfig(
     page_size=page_size,
     num_slots=max_requests,
     # A slot has whole pages of every group: a multiple of the alignment.
@@ -160,8 +148,7 @@ def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
 def _check_caching(
   groups: Sequence[GroupKind], caching: bool, *, needs_caching: bool
 ) -> None:
-  if not isinstance(caching, bool):
-    raise TypeError(f"`enable_caching` must be True or False, got {caching!r}.")
+  check_bool("enable_caching", caching)
   if not caching:
     if needs_caching:
       raise ValueError(

@@ -30,7 +30,6 @@ class Demand(NamedTuple):
   keep_free: int = 0  # pages that must stay free
   reserved: int = 0  # further pages that must stay free; `whole` ignores them
   publish: int = 0  # final tokens, whose full pages are published
-  silent: Sequence[int] = ()  # groups whose new pages need no zeroing
   hits: Sequence[list[int]] = ()  # the pages of a new request's hit, by group
 
 
@@ -52,7 +51,6 @@ def demand_of(
   delay_cache_pages: bool,
   full_sequence_must_fit: bool,
   has_scheduled_requests: bool,
-  silent: Sequence[int],
   **counts: int,
 ) -> Demand:
   """Checks the arguments of `allocate_slots`; returns the call's demand."""
@@ -62,12 +60,6 @@ def demand_of(
   hits = _pages_of_hit(
     options.config, request, num_found, hit, holds_pages=holds_pages
   )
-  num_groups = options.config.num_groups
-  if not all(group in range(num_groups) for group in silent):
-    raise ValueError(
-      f"`skip_zeroing_group_ids` must be 0 to {num_groups - 1}, got "
-      f"{list(silent)}."
-    )
   num_computed = counts["num_computed_tokens"] + num_found + external
   total = num_computed + counts["num_new_tokens"]
   check_length(options, request.request_id, total)
@@ -85,7 +77,6 @@ def demand_of(
     keep_free=options.keep_free if waits and has_scheduled_requests else 0,
     reserved=counts["reserved_pages"],
     publish=num_found if delay_cache_pages else min(total, request.num_tokens),
-    silent=silent,
     hits=hits,
   )
 

@@ -1,6 +1,7 @@
 """Reads a manager: its requests, pages, events and statistics."""
 
-from jaxkv._src.arrays.arguments import as_count
+import itertools
+
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.host import allocate
@@ -33,11 +34,6 @@ class Inspection:
   def is_full(self) -> bool:
     """True if no slot is vacant, so that no further request is admitted."""
     return not self._state.vacant
-
-  @property
-  def most_pages(self) -> tuple[int, ...]:
-    """The most pages that one sequence ever holds at once, by group."""
-    return self._state.options.most_pages
 
   @atomic
   def num_published_tokens(self, request_id: str) -> int:
@@ -94,31 +90,18 @@ class Inspection:
     The count is 0 for groups other than `FullAttention`.
     """
     state = self._state
-    common = []
-    held = state.held.get(request_id)
-    tables = held.tables if held is not None else [[] for _ in state.groups]
-    for group, kind in enumerate(self.config.groups):
-      count = 0
-      if isinstance(kind, FullAttention):
-        while count < len(tables[group]) and self._is_common(
-          group, count, tables[group][count]
-        ):
-          count += 1
-      common.append(count)
-    return common
+    references, pins = state.pool.ref_count, state.pool.pin_count
 
-  def _is_common(self, group: int, column: int, page: int) -> bool:
-    """True if all requests hold `page` in this column."""
-    state = self._state
-    if state.pool.ref_count[page] < len(state.held):
-      return False
-    # If only requests in `state.held` have references, their number proves it.
-    if not state.popped and not state.pool.pin_count[page]:
-      return True
-    return all(
-      held.tables[group][column : column + 1] == [page]
-      for held in state.held.values()
-    )
+    def is_common(page: int) -> bool:
+      return references[page] - pins[page] == len(state.held)
+
+    common = [0] * self.config.num_groups
+    held = state.held.get(request_id)
+    for group, kind in enumerate(self.config.groups):
+      if held is not None and isinstance(kind, FullAttention):
+        pages = itertools.takewhile(is_common, held.tables[group])
+        common[group] = len(list(pages))
+    return common
 
   @atomic
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
@@ -172,13 +155,9 @@ class Inspection:
     return self._state.pool.saved.take_moves()
 
   @atomic
-  def free_queue(self, count: int | None = None) -> list[int]:
-    """Returns the free pages in eviction order, the first `count` or all."""
-    queue = self._state.pool.queue
-    # The first pages of the linked list are read without a walk to its end.
-    if count is None:
-      return queue.in_order()
-    return queue.first(min(as_count("count", count, 0), queue.num_free))
+  def free_queue(self) -> list[int]:
+    """Returns the free pages in eviction order."""
+    return self._state.pool.queue.in_order()
 
   @atomic
   def cached_page_ids(self) -> set[int]:

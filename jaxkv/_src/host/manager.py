@@ -8,18 +8,16 @@ from typing import Any
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
+from jaxkv._src.cache.config import OffloadPolicy
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.offload_policy import OffloadPolicy
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import config
 from jaxkv._src.host import prefix_lookup
-from jaxkv._src.host import step
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.bridge.from_device import from_device
 from jaxkv._src.host.bridge.to_device import to_device
 from jaxkv._src.host.cache_pages import CachePages
-from jaxkv._src.host.cache_pages import PoppedPages
 from jaxkv._src.host.demand import PLAIN
 from jaxkv._src.host.demand import check_length
 from jaxkv._src.host.demand import demand_of
@@ -243,7 +241,6 @@ class CacheManager(Inspection):
     reserved_pages: int = 0,
     has_scheduled_requests: bool = True,
     num_encoder_tokens: int = 0,
-    skip_zeroing_group_ids: Sequence[int] = (),
   ) -> CachePages | None:
     """Allocates pages for a request's tokens and publishes its full pages.
 
@@ -266,7 +263,6 @@ class CacheManager(Inspection):
       has_scheduled_requests: True to apply the watermark to waiting requests.
       num_encoder_tokens: encoder tokens that need pages in `CrossAttention`
         groups.
-      skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` omits.
 
     Returns:
       The new pages, without those of the hit and of external tokens. None if
@@ -296,7 +292,6 @@ class CacheManager(Inspection):
       # These arguments, a watermark and invalid numbers need the checks below.
       is_special = (
         arguments != PLAIN
-        or skip_zeroing_group_ids
         or options.keep_free
         or num_new_tokens.__class__ is not int
         or num_lookahead_tokens.__class__ is not int
@@ -304,7 +299,7 @@ class CacheManager(Inspection):
         or num_lookahead_tokens < 0
       )
       if not is_special:
-        demand = step.advance_quietly(
+        demand = allocate.advance_quietly(
           state, held, request, num_new_tokens, num_lookahead_tokens
         )
         if demand is not None and demand.room > held.room:
@@ -323,7 +318,6 @@ class CacheManager(Inspection):
       delay_cache_pages=delay_cache_pages,
       full_sequence_must_fit=full_sequence_must_fit,
       has_scheduled_requests=has_scheduled_requests,
-      silent=skip_zeroing_group_ids,
       num_new_tokens=num_new_tokens,
       num_new_computed_tokens=num_new_computed_tokens,
       num_lookahead_tokens=num_lookahead_tokens,
@@ -339,36 +333,6 @@ class CacheManager(Inspection):
     )
 
   @atomic
-  def step(
-    self,
-    running: Sequence[Any],
-    num_new_tokens: Sequence[int] | int = 1,
-    num_lookahead_tokens: int = 0,
-  ) -> list[CachePages | None]:
-    """Allocates for many running requests in one call.
-
-    Equals `allocate_slots` for each request in order, except that all requests
-    free pages outside windows before any of them allocates, and all allocate
-    before any of them publishes.
-
-    Args:
-      running: requests that hold pages, each listed once.
-      num_new_tokens: new tokens by request, or one number for all; at least 1.
-      num_lookahead_tokens: further tokens of each request that need pages.
-
-    Returns:
-      The new pages of each request; None for a request for which too few are
-      free. Later requests that need fewer pages may still succeed.
-
-    Raises:
-      KeyError: a request holds no page.
-      TypeError: `running` is not a sequence, or a number is not an int.
-      ValueError: a number is too small, a sequence is too long, a request is
-        repeated, or a token is not a 32-bit integer.
-    """
-    return step.step(self._state, running, num_new_tokens, num_lookahead_tokens)
-
-  @atomic
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
 
@@ -380,9 +344,10 @@ class CacheManager(Inspection):
       ValueError: the number is negative, or a token is not a 32-bit integer.
     """
     state = self._state
-    held = state.held.get(request.request_id)
+    name = request.request_id
+    held = state.held.get(name)
     if held is None:
-      raise step.not_held(request.request_id)
+      raise KeyError(f"{name!r} holds no page; call allocate_slots for it.")
     num_tokens = as_count("num_computed_tokens", num_computed_tokens, 0)
     state.set_request(held, request)
     publish(state, held, min(num_tokens, len(tokens_of(request))))
@@ -411,51 +376,31 @@ class CacheManager(Inspection):
     state = self._state
     held = state.held.get(request.request_id)
     if held is not None:
-      state.forget(held)
-      allocate.release(state, held)
+      state.remove(held)
+      for table in held.tables:
+        # In vLLM's order of groups. If uncached pages go to the front of the
+        # queue, the pages of the last group are popped first.
+        state.pool.release(reversed(table))
 
   @atomic
-  def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
-    """Removes a request but keeps its pages until `free_pages`.
+  def pop_pages_for_free(self, request: Any) -> list[int]:
+    """Removes a request, whose references then belong to the caller.
 
-    Use it while a step in flight may still write to the pages.
+    Use it while a step in flight may still write to the pages, and call
+    `pages.release` with the pages in reverse order after the step.
 
     Returns:
-      The argument for `free_pages`; the same object if the call is repeated
-      before `free_pages`. None for a request without pages.
+      The request's pages, group by group, without null pages.
     """
     state = self._state
-    name = request.request_id
-    held = state.held.get(name)
+    held = state.held.get(request.request_id)
     if held is None:
-      # The newest first, because the request may have been admitted again.
-      waiting = [pages for pages, _ in reversed(state.popped.values())]
-      return next(
-        (pages for pages in waiting if pages.request_id == name), None
-      )
-    pages = tuple(table[:] for table in held.tables)
-    popped = PoppedPages(held.slot, pages, name)
-    state.forget(held)
-    state.undo_log.save_key(state.popped, held.slot)
-    state.popped[held.slot] = popped, held
-    return popped
-
-  @atomic
-  def free_pages(self, popped: PoppedPages | None) -> None:
-    """Frees popped pages in the order of `free`; does nothing for None.
-
-    Raises:
-      ValueError: the pages were freed before.
-    """
-    if popped is None:
-      return
-    state = self._state
-    waiting, held = state.popped.get(popped.slot, (None, None))
-    if waiting is not popped or held is None:
-      raise ValueError(f"`popped` must be freed only once, got {popped} again.")
-    state.undo_log.save_key(state.popped, popped.slot)
-    del state.popped[popped.slot]
-    allocate.release(state, held)
+      return []
+    pages = [page for table in held.tables for page in table if page]
+    # The references stay, and become pins, which `release` can remove.
+    state.pool.pin(pages, 1)
+    state.remove(held)
+    return pages
 
   def free_page_hashes(self, request: Any) -> None:
     """Does nothing, because `free` also forgets a request's hashes."""

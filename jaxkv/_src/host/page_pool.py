@@ -38,24 +38,15 @@ def as_page_ids(
 
 
 class PageListener(Protocol):
-  """Listens to changes of the prefix cache of a `CacheManager`.
-
-  The manager calls these methods inside its own methods. A listener must record
-  each change of its state in `CacheManager.undo_log` first, so that the change
-  is undone if the method of the manager raises.
-  """
+  """Listens to changes of the prefix cache, see `Pages.add_listener`."""
 
   def stored(
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
-    """Is called when a request filled columns of a group, from `first` on.
-
-    `pages` has the page of each column, or 0 if this call did not publish it: a
-    null page, a page that was cached before, or one that no hit can include.
-    """
+    """Is called when a request filled columns of a group, from `first` on."""
 
   def removed(self, page: int, group: int) -> None:
-    """Is called when a page, or an offload page, has left the prefix cache."""
+    """Is called when a page has left the prefix cache."""
 
   def cleared(self) -> None:
     """Is called when all pages have left the prefix cache."""

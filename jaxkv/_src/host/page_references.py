@@ -1,17 +1,12 @@
 """References to single pages of a manager, for engines that hold them."""
 
 from collections.abc import Iterable
-from typing import Any
-
-import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.prefix.hashing import key_bytes
-from jaxkv._src.host import allocate
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.page_pool import PageListener
 from jaxkv._src.host.page_pool import as_page_ids
-from jaxkv._src.host.prefix_nodes import Key
 from jaxkv._src.host.state import HostState
 
 
@@ -19,10 +14,10 @@ class Pages:
   """The pages of a `CacheManager`: references, keys and listeners.
 
   A reference that a method adds belongs to the caller, until `release`. Page
-  ids are 1 to N - 1, where N is `num_pages`. `cached_in_order` and `find` also
-  return N + 1 + h for offload page h. Only `keys` and `groups` accept such ids.
-  Each method raises `TypeError` for an id that is not an int, and `ValueError`
-  for one that is out of range. Methods that only read accept the null page 0.
+  ids are 1 to N - 1, where N is `num_pages`. `cached_in_order` also returns
+  N + 1 + h for offload page h. Only `keys` accepts such ids. Each method raises
+  `TypeError` for an id that is not an int, and `ValueError` for one that is out
+  of range. Methods that only read accept the null page 0.
   """
 
   def __init__(self, state: HostState):
@@ -35,31 +30,14 @@ class Pages:
     Args:
       listener: an object with three methods. `stored(request, group, first,
         pages)`: a request filled columns of a group, from `first` on; `pages`
-        has 0 for columns that this call did not publish. `removed(page,
+        has 0 for columns that this call did not publish: null pages, pages that
+        were cached before, and those that no hit can include. `removed(page,
         group)`: a page, perhaps of offload memory, left the prefix cache.
         `cleared()`: all pages left it. The methods run inside those of the
         manager, so they must record each change of their state in
         `CacheManager.undo_log` first.
     """
     self._state.pool.listeners.append(listener)
-
-  @atomic
-  def detach(self, request: Any) -> list[int]:
-    """Removes a request, whose references then belong to the caller.
-
-    Returns:
-      The request's pages, group by group, without null pages.
-    """
-    state = self._state
-    held = state.held.get(request.request_id)
-    if held is None:
-      return []
-    pages = [page for table in held.tables for page in table if page]
-    # The references stay, and become pins, which `release` can remove.
-    state.pool.pin(pages, 1)
-    state.forget(held)
-    allocate.vacate(state, held)
-    return pages
 
   @atomic
   def take(self, count: int) -> list[int]:
@@ -116,34 +94,6 @@ class Pages:
     return [counts[page] for page in as_page_ids(page_ids, 0, len(counts) - 1)]
 
   @atomic
-  def num_leading(self, request_id: str, num_references: int) -> list[int]:
-    """Counts a request's leading pages that many sequences share, by group.
-
-    Args:
-      request_id: a request; the counts are 0 if it holds no page.
-      num_references: the least number of references to a page that counts.
-    """
-    held = self._state.held.get(request_id)
-    if held is None:
-      return [0] * self._state.config.num_groups
-    counts = self._state.pool.ref_count
-    num_leading = []
-    for table in held.tables:
-      has_too_few = [counts[page] < num_references for page in table]
-      # The last element ends the count if every page has enough references.
-      num_leading.append([*has_too_few, True].index(True))
-    return num_leading
-
-  @atomic
-  def groups(self, page_ids: Iterable[int]) -> list[int]:
-    """Returns the group in which each page was last filled; 0 if unknown.
-
-    The group of a page that a device loop filled can be unknown.
-    """
-    groups = self._state.pool.group
-    return [groups[page] for page in as_page_ids(page_ids, 0, len(groups) - 1)]
-
-  @atomic
   def cached_in_order(self) -> list[int]:
     """Returns the cached pages in the order of publication."""
     return self._state.pool.cached_pages()
@@ -158,26 +108,11 @@ class Pages:
       return [None] * len(pages)
     keys.compute(pool.content[page] for page in cached)
     return [
-      key_bytes(self._key_of(page)) if pool.is_cached[page] else None
+      key_bytes(keys.group_key(pool.content[page], pool.group[page]))
+      if pool.is_cached[page]
+      else None
       for page in pages
     ]
-
-  @atomic
-  def find(self, key: bytes) -> list[int]:
-    """Returns the cached pages with a key, in the order of publication.
-
-    The cost grows with the number of cached pages.
-
-    Args:
-      key: a key, 16 bytes, as `keys` returns it.
-    """
-    pool = self._state.pool
-    words = tuple(np.frombuffer(key, "<u4").tolist())
-    if self._state.device_keys is None:
-      return []
-    pages = pool.cached_pages()
-    self._state.device_keys.compute(pool.content[page] for page in pages)
-    return [page for page in pages if self._key_of(page) == words]
 
   @atomic
   def num_keys(self) -> int:
@@ -188,9 +123,3 @@ class Pages:
     # The index has other digests for pages that a device loop filled, so equal
     # contents can have two digests, but have one key.
     return len({*self.keys(pool.cached_pages())})
-
-  def _key_of(self, page: int) -> Key:
-    pool = self._state.pool
-    keys = self._state.device_keys
-    assert keys is not None
-    return keys.group_key(pool.content[page], pool.group[page])

@@ -159,20 +159,6 @@ class DeviceKeys:
     assert node.key is not None
     return _xor(node.key, self._groups[group])
 
-  def group_keys(
-    self, nodes: Sequence[PrefixNode | DevicePage], groups: Sequence[int]
-  ) -> np.ndarray:
-    """Returns `group_key` of many pages as uint32[X, 4]."""
-    is_from_device = [node.is_from_device for node in nodes]
-    words: list[Any] = [
-      node.digest if isinstance(node, DevicePage) else node.key
-      for node in nodes
-    ]
-    secrets = self.secret[SECRET_OF_GROUPS + np.array(groups)]
-    # The digest of a device page is its key in its group already.
-    secrets[is_from_device] = 0
-    return np.array(words, np.uint32) ^ secrets
-
   def compute(self, nodes: Iterable[PrefixNode | DevicePage]) -> None:
     """Computes the missing keys of nodes and of all their ancestors."""
     levels = self._levels_without_key(nodes)

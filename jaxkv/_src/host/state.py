@@ -11,7 +11,6 @@ from jaxkv._src.arrays.arguments import as_secret
 from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.bridge.prefix_index import IndexArrays
-from jaxkv._src.host.cache_pages import PoppedPages
 from jaxkv._src.host.config import ManagerOptions
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.identity import salt_of
@@ -70,7 +69,6 @@ class HostState:
     has_plain_hits: see `prefix_rules.has_plain_hits`.
     pool: the pages.
     held: the requests that hold pages, by name.
-    popped: removed requests whose pages are not freed yet, by slot.
     vacant: slots without pages; the last one in the list is used next.
     secret: the secret of digests and masks; empty without prefix caching.
     device_keys: computes keys as the device does; None without prefix caching.
@@ -96,7 +94,6 @@ class HostState:
     self.has_plain_hits = prefix_rules.has_plain_hits(config)
     self.pool = HostPool(options, self.undo_log)
     self.held: dict[str, HeldSequence] = {}
-    self.popped: dict[int, tuple[PoppedPages, HeldSequence]] = {}
     # Slots are filled from 0 on.
     self.vacant = list(range(config.num_slots))[::-1]
     self.device_keys: DeviceKeys | None = None
@@ -135,14 +132,12 @@ class HostState:
     if held.request is not request:
       self.undo_log.replace(held, request=request)
 
-  def forget(self, held: HeldSequence) -> None:
-    """Removes a request from `self.held`; its pages and slot stay in use."""
+  def remove(self, held: HeldSequence) -> None:
+    """Removes a request from its slot; its pages keep their references."""
     self.undo_log.save_key(self.held, held.request_id)
     del self.held[held.request_id]
-
-  def all_held(self) -> list[HeldSequence]:
-    """Returns the sequences with pages, those of removed requests included."""
-    return [*self.held.values(), *(held for _, held in self.popped.values())]
+    self.undo_log.save_length(self.vacant)
+    self.vacant.append(held.slot)
 
   def take_statistics(self) -> PrefixCacheStats:
     """Returns the statistics since the last call."""

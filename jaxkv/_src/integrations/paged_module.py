@@ -16,6 +16,7 @@ from jaxkv.kv import Batch
 from jaxkv.kv import KVPages
 from jaxkv.kv import LayerMemory
 from jaxkv.kv import LayerPlan
+from jaxkv.kv import init
 from jaxkv.kv import plan_layers
 
 Replaced = type | tuple[type, str] | str
@@ -53,12 +54,13 @@ class PagedModule:
     Args:
       **sizes: the fields of `jaxkv.CacheConfig` except `groups`.
     """
-    return self.plan.cache_config(**sizes)
+    return CacheConfig(groups=self.plan.kinds, **sizes)
 
   def init_kv(self, config: CacheConfig) -> KVPages:
     """Returns pages of zeros for all layers of the decoder."""
-    return self.plan.init_kv(
+    return init(
       config,
+      num_layers=self.plan.num_memory_layers,
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
       dtype=self.dtype,

@@ -152,12 +152,10 @@ def _check_options(
   """Returns the caller's options, or the defaults for None."""
   if options is None:
     return kernels.AttentionOptions()
-  if not isinstance(options, kernels.AttentionOptions):
-    raise TypeError(
-      "`options` must be an AttentionOptions or None, got "
-      f"{type(options).__name__}; make one with "
-      "jaxkv.kernels.AttentionOptions(...)."
-    )
+  expected = "an AttentionOptions or None"
+  hint = "make one with jaxkv.kernels.AttentionOptions(...)"
+  cls = kernels.AttentionOptions
+  arguments.check_type("options", options, cls, expected, hint)
   options.refuse("kv has its own scales", "k_scale", "v_scale")
   return options
 

@@ -74,13 +74,7 @@ def check(
 def check_offload(
   kv: Pools, offload: OffloadMemory | None, config: CacheConfig
 ) -> None:
-  """Raises unless `offload` has the pages that a cache and `kv` require.
-
-  Raises:
-    TypeError: `offload` is not an OffloadMemory.
-    ValueError: the number, shape, dtype or memory of the pages in `offload` is
-      wrong, or `offload` is given for a cache without offload pages.
-  """
+  """Raises unless `offload` has the pages that a cache and `kv` require."""
   if offload is None and not config.offload_pages:
     return
   if not config.offload_pages:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,11 +202,8 @@ def _gather(
 
 def check_config(config: CacheConfig) -> None:
   """Raises `TypeError` unless `config` is a CacheConfig."""
-  if not isinstance(config, CacheConfig):
-    raise TypeError(
-      f"`config` must be a CacheConfig, got {type(config).__name__}; for a"
-      " CacheState, pass state.config."
-    )
+  hint = "for a CacheState, pass state.config"
+  arguments.check_type("config", config, CacheConfig, "a CacheConfig", hint)
 
 
 def check_group(config: CacheConfig, group: int) -> None:
@@ -248,30 +245,11 @@ def _check_latents(
     arguments.refuse(ValueError, "num_kv_heads", expected, num_kv_heads)
 
 
-class Layered(Protocol):
-  """A pool that holds pages of several layers."""
+def check_layer(kv: Any, layer: jax.Array | int) -> None:
+  """Raises unless `layer` is a layer of a pool of any kind.
 
-  @property
-  def num_layers(self) -> int:
-    """L, the number of layers."""
-    ...
-
-  @property
-  def num_pages(self) -> int:
-    """N, the pages of one layer."""
-    ...
-
-  @property
-  def page_size(self) -> int:
-    """S, tokens per page."""
-    ...
-
-
-def check_layer(kv: Layered, layer: jax.Array | int) -> None:
-  """Raises unless `layer` is an integer, in range if it is not a jax array.
-
-  The value of a jax array can be out of range. Writes are then dropped, and
-  reads are meaningless.
+  Only the value of a jax array can be out of range. Writes are then dropped,
+  and reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
@@ -279,7 +257,7 @@ def check_layer(kv: Layered, layer: jax.Array | int) -> None:
     arguments.refuse(ValueError, "layer", expected, int(layer))
 
 
-def in_layer(kv: Layered, page_ids: jax.Array) -> jax.Array:
+def in_layer(kv: Any, page_ids: jax.Array) -> jax.Array:
   """Returns page ids, with L * N in place of ids out of a layer's range."""
   # An id from N to L * N - 1 would be a page of another layer.
   is_page = (page_ids >= 0) & (page_ids < kv.num_pages)

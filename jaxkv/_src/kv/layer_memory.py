@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.kv.attend import attend
-from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
-from jaxkv._src.kv.kv_pages import init
+from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.write import write
 
 
@@ -31,38 +29,13 @@ class LayerPlan:
     kinds: the kind of each group, for `CacheConfig.groups`.
     places: the group and the memory layer of each layer.
     num_memory_layers: the number of memory layers of a page, which is the size
-      of the largest group.
+      of the largest group; `num_layers` of `jaxkv.kv.init`.
   """
 
   windows: tuple[int | None, ...]
   kinds: tuple[GroupKind, ...]
   places: tuple[tuple[int, int], ...]
   num_memory_layers: int
-
-  def cache_config(self, **sizes: Any) -> CacheConfig:
-    """Returns the config of a cache for the layer groups.
-
-    Args:
-      **sizes: the fields of `jaxkv.CacheConfig` except `groups`.
-    """
-    return CacheConfig(groups=self.kinds, **sizes)
-
-  def init_kv(
-    self,
-    config: CacheConfig,
-    *,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: Any = None,
-  ) -> KVPages:
-    """Returns pages of zeros for all layers; see `jaxkv.kv.init`."""
-    return init(
-      config,
-      num_layers=self.num_memory_layers,
-      num_kv_heads=num_kv_heads,
-      head_dim=head_dim,
-      dtype=dtype,
-    )
 
 
 def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
@@ -128,7 +101,7 @@ class LayerMemory:
       raise ValueError(
         f"`batch.views` must have a view for each of the {len(plan.kinds)} "
         f"groups of the plan, got {len(batch.views)}; make the cache with "
-        "plan.cache_config."
+        "CacheConfig(groups=plan.kinds)."
       )
     self.kv = kv
     self.batch = batch
@@ -204,11 +177,6 @@ class LayerMemory:
     # padding are never read.
     return x.at[:, self.batch.columns].get(mode="clip")
 
-  def of_columns(self, values: jax.Array) -> jax.Array:
-    """Selects the values of columns that get logits: [C, ...] to [X, ...]."""
-    columns = self.batch.columns
-    return values if columns is None else values.at[columns].get(mode="clip")
-
   def logits(self, logits: jax.Array) -> jax.Array:
     """Returns the logits of the selected columns, [X, V].
 
@@ -225,4 +193,6 @@ class LayerMemory:
         "extra entries, or replace the attention of layers that made no call."
       )
     logits = jnp.asarray(logits)
-    return logits[0] if self._has_picked else self.of_columns(logits[0])
+    if self._has_picked or self.batch.columns is None:
+      return logits[0]
+    return logits[0].at[self.batch.columns].get(mode="clip")

@@ -1,7 +1,6 @@
 """Pages of the K/V memory in offload memory, and moves to and from the device.
 
-The offloaded pages are page-major: all layers of a page are contiguous, so
-that one transfer moves a page. On the device, the layers of a page are apart.
+`page_contents` has the layout of offloaded pages.
 """
 
 import dataclasses
@@ -219,6 +218,8 @@ def _move(
 ) -> tuple[Memory, OffloadMemory]:
   pools = arrays_of(kv)
   structure = jax.tree.structure(kv)
+  # Handmade moves have no start, and are always the next ones.
+  start = offload.num_moves if moves.start is None else moves.start
 
   # Each move reads an offload page into `stage`, saves the device page, and
   # writes `stage` to the device page. So two pages can exchange their contents.
@@ -232,7 +233,9 @@ def _move(
 
     def read(stage):
       return tuple(
-        jax.device_put(_slice(pages, source), jax.memory.Space.Device)
+        jax.device_put(
+          lax.dynamic_slice_in_dim(pages, source, 1), jax.memory.Space.Device
+        )
         for pages in far
       )
 
@@ -270,8 +273,9 @@ def _move(
       jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in offload.pages
     )
     device, far, num_moves, error = loop
-    error = sticky(error, _misuse(moves, num_moves))
-    count = jnp.where(_are_next(moves, num_moves), moves.count, 0)
+    misuse = misuse_of(start, num_moves)
+    error = sticky(error, misuse)
+    count = jnp.where(misuse == Status.OK, moves.count, 0)
     loop = sharding.match_varying_axes((device, far, stage))
     device, far, _ = lax.fori_loop(0, count, trip, loop)
     return device, far, num_moves + count.astype(jnp.uint32), error
@@ -279,22 +283,10 @@ def _move(
   # A call without moves does not create `stage`.
   device = tuple(array for array, _ in pools)
   loop = device, offload.pages, offload.num_moves, offload.error
-  is_needed = (moves.count > 0) | ~_are_next(moves, offload.num_moves)
+  is_needed = (moves.count > 0) | (start != offload.num_moves)
   device, far, num_moves, error = loops.at_most_once(is_needed, move_all, loop)
   offload = OffloadMemory(pages=far, num_moves=num_moves, error=error)
   return jax.tree.unflatten(structure, device), offload
-
-
-def _are_next(moves: Moves, num_moves: Array) -> Array:
-  """Returns bool[], False if a cache planned `moves` for another time."""
-  start = num_moves if moves.start is None else moves.start
-  return start == num_moves
-
-
-def _misuse(moves: Moves, num_moves: Array) -> Array:
-  """Returns OK, MOVES_FORGOTTEN or MOVES_REPEATED as int32[]."""
-  start = num_moves if moves.start is None else moves.start
-  return misuse_of(start, num_moves)
 
 
 def misuse_of(num_planned: Array, num_moves: Array) -> Array:
@@ -305,10 +297,6 @@ def misuse_of(num_planned: Array, num_moves: Array) -> Array:
     (difference > 0, Status.MOVES_FORGOTTEN),
     (difference < 0, Status.MOVES_REPEATED),
   )
-
-
-def _slice(pages: Array, index: Array) -> Array:
-  return lax.dynamic_slice(pages, (index, 0, 0, 0), (1, *pages.shape[1:]))
 
 
 def _read_of(contents: Any) -> Array:

@@ -29,12 +29,9 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
   """
   pools = kv if isinstance(kv, tuple) else (kv,)
   for pool in pools:
-    if not isinstance(pool, Pool):
-      raise TypeError(
-        "`kv` must be KVPages, StatePages, ExpertIdPages or a tuple of them,"
-        f" got {type(pool).__name__}; make them with jaxkv.kv.init, init_states"
-        " and init_expert_ids."
-      )
+    expected = "KVPages, StatePages, ExpertIdPages or a tuple of them"
+    hint = "make them with jaxkv.kv.init, init_states and init_expert_ids"
+    arguments.check_type("kv", pool, Pool, expected, hint)
   if not pools:
     arguments.refuse(ValueError, "kv", "one pool or more", kv)
   return pools

@@ -22,7 +22,6 @@ from jaxkv._src.kv.kv_pages import check_group
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.view import FreshView
-from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import rows_of
@@ -83,20 +82,11 @@ def init_states(
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=5,
-    ...   page_size=4,
-    ...   num_slots=2,
-    ...   pages_per_slot=4,
-    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
+    ...   num_pages=5, page_size=4, num_slots=2, pages_per_slot=4,
+    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent())
     ... )
-    >>> pages = init_states(
-    ...   config,
-    ...   num_layers=3,
-    ...   shapes={
-    ...     "conv": ((12, 3), "float32"),
-    ...     "delta": ((2, 8, 8), "float32"),
-    ...   },
-    ... )
+    >>> shapes = {"conv": ((12, 3), "float32"), "delta": ((2, 8, 8), "float32")}
+    >>> pages = init_states(config, num_layers=3, shapes=shapes)
     >>> pages.states["delta"].shape, pages.num_pages
     ((15, 2, 8, 8), 5)
   """
@@ -114,7 +104,7 @@ def init_states(
       arguments.as_count(f"shapes[{name!r}]", axis_size, 1)
     dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
     rows = num_layers * config.num_pages
-    states[name] = jnp.zeros((rows, *shape), storage_dtypes.default_for(dtype))
+    states[name] = jnp.zeros((rows, *shape), storage_dtypes.resolve(dtype))
     dtypes.append((name, dtype.name))
   return StatePages(
     states=states,
@@ -193,11 +183,8 @@ def write_state(
     >>> import jax.numpy as jnp
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=5,
-    ...   page_size=4,
-    ...   num_slots=1,
-    ...   pages_per_slot=2,
-    ...   groups=(jaxkv.Recurrent(),),
+    ...   num_pages=5, page_size=4, num_slots=1, pages_per_slot=2,
+    ...   groups=(jaxkv.Recurrent(),)
     ... )
     >>> pages = init_states(
     ...   config, num_layers=1, shapes={"sum": ((2,), "float32")}
@@ -272,11 +259,8 @@ def _group_of(config: CacheConfig, group: int | None) -> int:
 
 def _rows(view: View | FreshView) -> View:
   """Returns the checked rows of a view; raises for a `PackedView`."""
-  if isinstance(view, PackedView):
-    raise TypeError(
-      "`view` must be a View, got PackedView; pass its `decode`, and then its"
-      " `prefill`."
-    )
+  hint = "pass the `decode` of a PackedView, and then its `prefill`"
+  arguments.check_type("view", view, View | FreshView, "a View", hint)
   rows = rows_of(view)
   check_view(rows)
   return rows

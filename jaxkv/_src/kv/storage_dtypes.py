@@ -26,7 +26,7 @@ FORMATS = tuple(_BITS)
 
 
 def as_dtype(name: str, value: Any, formats: tuple[str, ...]) -> np.dtype:
-  """Converts a dtype; raises ValueError unless it is one of `quantization`."""
+  """Converts a dtype; raises ValueError unless it is one of `formats`."""
   # NumPy's error for an unknown dtype does not name the argument.
   try:
     dtype = np.dtype(value)
@@ -38,15 +38,8 @@ def as_dtype(name: str, value: Any, formats: tuple[str, ...]) -> np.dtype:
   return dtype
 
 
-def default_for(dtype: np.dtype) -> np.dtype:
-  """Returns the default storage dtype of a number format."""
-  bits = _BITS[dtype.name]
-  stores_bits = bits is not None and jax.default_backend() == "cpu"
-  return np.dtype(bits if stores_bits else dtype)
-
-
 def resolve(
-  dtype: np.dtype, storage_dtype: jax.typing.DTypeLike | None
+  dtype: np.dtype, storage_dtype: jax.typing.DTypeLike | None = None
 ) -> np.dtype:
   """Returns `storage_dtype`, or the default storage dtype if it is None.
 
@@ -54,10 +47,11 @@ def resolve(
     ValueError: `storage_dtype` is neither the format itself nor the integer
       dtype of its bits.
   """
-  if storage_dtype is None:
-    return default_for(dtype)
-  # Bits are accepted on every platform, but are the default only on a CPU.
   bits = _BITS[dtype.name]
+  if storage_dtype is None:
+    stores_bits = bits is not None and jax.default_backend() == "cpu"
+    return np.dtype(bits if stores_bits else dtype)
+  # Bits are accepted on every platform, but are the default only on a CPU.
   for name in (dtype.name, bits):
     if name is not None and storage_dtype == np.dtype(name):
       return np.dtype(name)

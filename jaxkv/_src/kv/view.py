@@ -87,6 +87,32 @@ class PackedView:
   prefill: View | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+  """The tokens of one call of a model, and their pages.
+
+  A rollout packs the tokens of all sequences into one row, so B is 1 and T is
+  C, the number of packed columns. Other loops can use one row for each
+  sequence.
+
+  Attributes:
+    tokens: the tokens.  # int32[B, T]
+    positions: the position of each token in its sequence.  # int32[B, T]
+    views: one view for each layer group of the cache; a `PackedView` in a
+      rollout.
+    columns: the X packed columns that need logits; None for all.  # int32[X]
+    rows: a `jaxkv.rollout.Rows` that gives the sequence of each packed column;
+      None outside of a rollout.
+  """
+
+  tokens: jax.Array
+  positions: jax.Array
+  views: tuple[View | PackedView, ...]
+  columns: jax.Array | None = None
+  rows: Any = None
+
+
 def view(state: CacheState, *, group: int = 0, num_tokens: Any) -> View:
   """Returns the view of all slots of a cache, for the layers of one group.
 
@@ -166,11 +192,8 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
 
 def check_view(view: View) -> None:
   """Raises unless `view` is a View whose fields agree in shape."""
-  if not isinstance(view, View):
-    raise TypeError(
-      f"`view` must be a View, got {type(view).__name__}; make one with"
-      " jaxkv.view."
-    )
+  hint = "make one with jaxkv.view"
+  arguments.check_type("view", view, View, "a View", hint)
   arguments.check_int32("view.page_table", view.page_table, ("B", "M"))
   shape = view.page_table.shape
   arguments.check_int32("view.starts", view.starts, (shape[0],))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.kv_pages import KVPages
-from jaxkv._src.kv.kv_pages import Layered
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import in_layer
 from jaxkv._src.kv.view import AnyView
@@ -120,7 +120,7 @@ def _write_latents(
 
 
 def token_places(
-  kv: Layered, view: AnyView, columns: int
+  kv: Any, view: AnyView, columns: int
 ) -> tuple[jax.Array, jax.Array]:
   """Returns each column's page and offset in the page: int32[B * T] each."""
   if isinstance(view, PackedView):
@@ -140,7 +140,7 @@ def token_places(
 
 
 def _locate(
-  kv: Layered, view: View, row: jax.Array, position: jax.Array
+  kv: Any, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the page of each position, and the offset in it.
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv._src.arrays.arguments import refuse
+from jaxkv._src.arrays.arguments import check_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,8 @@ class MeshAxes:
   experts: str | None = None
 
   def __post_init__(self) -> None:
-    if not isinstance(self.mesh, Mesh):
-      raise TypeError(
-        f"`mesh` must be a jax.sharding.Mesh, got {type(self.mesh).__name__}; "
-        "make it with jax.make_mesh."
-      )
+    hint = "make it with jax.make_mesh"
+    check_type("mesh", self.mesh, Mesh, "a jax.sharding.Mesh", hint)
     for name in ("data", "model"):
       axis = getattr(self, name)
       if axis is not None and axis not in self.mesh.axis_names:
@@ -94,6 +91,5 @@ class MeshAxes:
 
 def check_axes(axes: Any) -> None:
   """Raises TypeError unless `axes` is a MeshAxes."""
-  if not isinstance(axes, MeshAxes):
-    hint = "make it with jaxkv.sharding.MeshAxes(mesh, data=..., model=...)"
-    refuse(TypeError, "axes", "a MeshAxes", axes, hint)
+  hint = "make it with jaxkv.sharding.MeshAxes(mesh, data=..., model=...)"
+  check_type("axes", axes, MeshAxes, "a MeshAxes", hint)

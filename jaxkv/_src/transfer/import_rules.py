@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.state import RolloutState
@@ -74,11 +75,8 @@ def check_exported(exported: Any, state: RolloutState) -> None:
     ValueError: a setting of `state` differs from `layout`, or `exported` is a
       stack.
   """
-  if not isinstance(exported, Exported):
-    hint = "unpack what `export` returned: `state, exported = ...`"
-    raise TypeError(
-      f"`exported` must be an Exported, got {type(exported).__name__}; {hint}."
-    )
+  hint = "unpack what `export` returned: `state, exported = ...`"
+  arguments.check_type("exported", exported, Exported, "an Exported", hint)
   if len(exported.code.shape) != 1:
     raise ValueError(
       "`exported` must come from a single rollout, got a stack of shape "

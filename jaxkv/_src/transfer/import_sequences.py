@@ -14,14 +14,13 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import empty as empty_cache
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.cache.steps.publish import publish
 from jaxkv._src.cache.steps.reserve import reservation
 from jaxkv._src.cache.steps.reserve import reserve
-from jaxkv._src.cache.steps.spare_slots import take_slots
-from jaxkv._src.cache.steps.spare_slots import with_spare_slots
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.admit import empty_slots
@@ -226,7 +225,7 @@ def _with_pages(
   # Pages of sequences that enter no slot stay cached until they are evicted.
   spare_cache, _ = free(memory.cache, mask=is_held & ~runs)
   memory = dataclasses.replace(
-    memory, cache=take_slots(cache, spare_cache, slot), kv=kv
+    memory, cache=_take_slots(cache, spare_cache, slot), kv=kv
   )
   # All others that have not ended are WAITING, as `export` left them.
   queue = set_status(queue, target_rows, runs, SequenceStatus.RUNNING)
@@ -285,7 +284,7 @@ def _in_spare_slots(
     )
     return spare_cache, indexing.put(pages, row, values=new_pages)
 
-  spare_cache = with_spare_slots(cache, enters.shape[0])
+  spare_cache = _with_spare_slots(cache, enters.shape[0])
   count = jnp.sum(is_wanted, dtype=jnp.int32)
   loop = spare_cache, jnp.zeros_like(exported.page)
   count, loop = sharding.match_varying_axes((count, loop))
@@ -346,3 +345,38 @@ def _enter(
   # If `publish` used a cached page instead, this sequence writes no contents.
   is_new = indexing.between(plan.hit, plan.stop, columns) & (final == reserved)
   return cache, jnp.where(is_new & is_served[:, None, None], final, 0)
+
+
+def _with_spare_slots(state: CacheState, num_slots: int) -> CacheState:
+  """Returns a cache of the same pages with `num_slots` other slots, all empty.
+
+  Its reference counts include the slots of both caches. So do not call verbs on
+  `state` before `_take_slots` moves the sequences there.
+  """
+  config = dataclasses.replace(state.config, num_slots=num_slots)
+  spare_cache = empty_cache(config, state.epoch, state.secret, state.root)
+  return dataclasses.replace(
+    spare_cache, pool=state.pool, stats=state.stats, error=state.error
+  )
+
+
+def _take_slots(
+  state: CacheState, spare_cache: CacheState, slots: Array
+) -> CacheState:
+  """Moves the sequence of each spare slot r into slot `slots[r]`, int32[R].
+
+  The slots are distinct and empty, and out of range for an empty spare slot.
+  Also takes over the pool and the counters of `spare_cache`.
+  """
+
+  def put(array: Array, values: Array) -> Array:
+    return indexing.put(array, slots, values=values)
+
+  names = ("page_table", "num_pages", "num_skipped_pages", "length", "hashes")
+  fields = {
+    name: jax.tree.map(put, getattr(state, name), getattr(spare_cache, name))
+    for name in names
+  }
+  return dataclasses.replace(
+    state, pool=spare_cache.pool, stats=spare_cache.stats, **fields
+  )

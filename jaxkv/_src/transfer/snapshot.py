@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Sharding
 from jax.sharding import SingleDeviceSharding
 
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.queue import SequenceStatus
@@ -113,10 +114,7 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     ImportError: orbax is not installed (extra `checkpoints`).
   """
   ocp, folder = _orbax(), _path(folder)
-  if not isinstance(target, RolloutState):
-    raise TypeError(
-      f"`target` must be a RolloutState, got {type(target).__name__}."
-    )
+  check_type("target", target, RolloutState, "a RolloutState")
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
     facts = _read(
       checkpointer, folder, ocp.args.Composite(facts=ocp.args.JsonRestore())

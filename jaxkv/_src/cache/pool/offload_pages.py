@@ -90,8 +90,7 @@ class OffloadPages:
 
 def init(config: CacheConfig) -> OffloadPages:
   """Returns empty offload pages."""
-  zeros = [jnp.zeros((), jnp.uint32) for _ in range(5)]
-  stale_before, num_saved, num_restored, num_forgotten, num_dropped = zeros
+  counters = ("num_saved", "num_restored", "num_forgotten", "num_dropped")
   return OffloadPages(
     saves=config.max_restored_pages > 0,
     queue=free_queue.init(config.offload_pages + 1),
@@ -102,22 +101,9 @@ def init(config: CacheConfig) -> OffloadPages:
       count=jnp.zeros((), jnp.int32),
       start=jnp.zeros((), jnp.uint32),
     ),
-    stale_before=stale_before,
-    num_saved=num_saved,
-    num_restored=num_restored,
-    num_forgotten=num_forgotten,
-    num_dropped=num_dropped,
+    stale_before=jnp.zeros((), jnp.uint32),
+    **{name: jnp.zeros((), jnp.uint32) for name in counters},
   )
-
-
-def without_moves(offload: OffloadPages) -> OffloadPages:
-  """Forgets the moves of earlier calls, and counts them in `Moves.start`."""
-  moves = dataclasses.replace(
-    offload.moves,
-    count=sharding.zeros_like(offload.moves.count),
-    start=num_planned(offload),
-  )
-  return dataclasses.replace(offload, moves=moves)
 
 
 def num_planned(offload: OffloadPages) -> Array:

@@ -43,7 +43,8 @@ def stats(state: CacheState) -> Stats:
       forgotten_pages=offload.num_forgotten,
       dropped_pages=offload.num_dropped,
     )
-  return _copied(counters)
+  # Copies, which stay valid if the caller donates the state.
+  return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)
 
 
 @verb
@@ -145,9 +146,3 @@ _in_order = jax.jit(free_queue.in_order)
 def _are_cached(pool: PoolState) -> Array:
   count = 0 if pool.index is None else pool.index.entry.shape[0]
   return page_pool.is_cached(pool, jnp.arange(count, dtype=jnp.int32))
-
-
-def _copied(counters):
-  """Copies counters to new buffers."""
-  # The copies stay valid if the caller donates the state.
-  return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)

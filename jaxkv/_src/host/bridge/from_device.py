@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.pool.offload_pages import num_planned
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import CacheState
@@ -29,19 +30,11 @@ def from_device(
 ) -> list[str]:
   """Replaces the state of a manager; see `CacheManager.take`."""
   check_single(device)
-  if not isinstance(requests, Mapping):
-    raise TypeError(
-      f"`requests` must be a dictionary from slots to requests, got {requests}."
-    )
+  expected = "a dictionary from slots to requests"
+  check_type("requests", requests, Mapping, expected)
   _check_identity(state, device)
   host: Any = jax.device_get(device)
   sequences = _sequences(state, host, requests)
-  # Removed requests stay in `popped` until `free_pages` frees their pages.
-  popped = {
-    slot: (waiting, sequences.pop(slot))
-    for slot, (waiting, _) in state.popped.items()
-    if slot in sequences
-  }
   names = [sequence.request_id for sequence in sequences.values()]
   for name in names:
     if names.count(name) > 1:
@@ -53,7 +46,7 @@ def from_device(
   if host.hashes is not None and state.device_keys is not None:
     counts = {
       held.slot: held.length
-      for held in state.all_held()
+      for held in state.held.values()
       if held.slot not in requests
     }
     slot_hashes.check(
@@ -62,14 +55,14 @@ def from_device(
   # All checks are done before the first change.
   log = state.undo_log
   pool = state.pool
-  log.replace(state, held=held, popped=popped)
   # Slots that were vacant before are used first, in the same order.
-  occupied = {held.slot for held in state.all_held()}
-  vacant = [slot for slot in state.vacant if slot not in occupied]
-  new_vacant = set(range(state.config.num_slots)) - occupied - set(vacant)
-  log.replace(state, vacant=sorted(new_vacant, reverse=True) + vacant)
+  vacant = [slot for slot in state.vacant if slot not in sequences]
+  new_vacant = set(range(state.config.num_slots)) - set(sequences) - set(vacant)
+  vacant = sorted(new_vacant, reverse=True) + vacant
+  log.replace(state, held=held, vacant=vacant)
   ref_count = host.pool.ref_count.tolist()
-  freed = _freed_pages(pool.ref_count, ref_count)
+  pairs = zip(pool.ref_count, ref_count, strict=True)
+  freed = [page for page, (old, new) in enumerate(pairs) if old and not new]
   log.replace(
     pool,
     ref_count=ref_count,
@@ -88,12 +81,6 @@ def from_device(
   pool.stamp_released(freed)
   state.lower_readings()
   return released
-
-
-def _freed_pages(before: list[int], after: list[int]) -> list[int]:
-  """Returns the pages that have no reference any more, from their counts."""
-  counts = zip(before, after, strict=True)
-  return [page for page, (old, new) in enumerate(counts) if old and not new]
 
 
 def _continued(before: int, numbers: Any) -> Any:
@@ -142,20 +129,8 @@ def _sequences(
     raise ValueError(
       f"`requests` must name slots with pages, {occupied}, got {wrong}."
     )
-  missing = sorted(set(state.popped) - set(occupied))
-  if missing:
-    raise ValueError(
-      f"`state` must hold pages in slots {missing}, which wait for free_pages, "
-      "got none; do not free these slots in a loop."
-    )
-  waiting = sorted(set(requests) & set(state.popped))
-  if waiting:
-    raise ValueError(
-      f"`requests` must not name slots {waiting}, whose pages wait for "
-      "free_pages."
-    )
   before: dict[int, HeldSequence | None]
-  before = {held.slot: held for held in state.all_held()}
+  before = {held.slot: held for held in state.held.values()}
   unnamed = set(occupied) - set(before) - set(requests)
   if unnamed:
     raise ValueError(
@@ -318,7 +293,7 @@ def _contents(
     if source is not None:
       contents[page] = state.pool.content[source]
       group_of[page] = state.pool.group[source]
-  for held in state.all_held():
+  for held in state.held.values():
     _add_held(state, held, contents, group_of)
   return [*contents.values()], [*group_of.values()]
 

@@ -97,7 +97,10 @@ class IndexArrays:
       for content, group in zip(contents, groups, strict=True)
     ]
     self._keys.compute(contents)
-    index.entry[pages, :KEY_WORDS] = self._keys.group_keys(contents, groups)
+    index.entry[pages, :KEY_WORDS] = [
+      self._keys.group_key(content, group)
+      for content, group in zip(contents, groups, strict=True)
+    ]
     index.entry[pages, _STAMP] = [pool.stamp[page] % 2**32 for page in pages]
     tokens = np.frombuffer(b"".join(rows), "<i4")
     index.tokens[pages] = tokens.reshape(-1, width)

@@ -21,15 +21,7 @@ from jaxkv._src.host.state import HostState
 
 
 def to_device(state: HostState) -> CacheState:
-  """Returns the state of a manager as a value on the device.
-
-  The arrays are copies, which later calls of the manager do not change.
-
-  Raises:
-    ValueError: a group is not on devices; a request has fewer tokens than are
-      published, or a token that is not a 32-bit integer; or `saved.moves` is
-      not empty.
-  """
+  """Returns `CacheManager.state`: copies, which later calls do not change."""
   wrong = [kind for kind in state.config.groups if not kind.is_on_device]
   if wrong:
     raise ValueError(
@@ -43,14 +35,13 @@ def to_device(state: HostState) -> CacheState:
       f"{len(saved.moves)} moves that were not taken; perform them first."
     )
   config = state.config
-  held = state.all_held()
+  held = [*state.held.values()]
   keys = state.device_keys
   rows = config.num_slots, config.num_groups
   table = np.full((*rows, config.pages_per_slot), config.no_page, np.int32)
   num_pages = np.zeros(rows, np.int32)
   skipped = np.zeros(rows, np.int32)
   length = np.zeros(rows[:1], np.int32)
-  # Removed requests keep their slots until their pages are freed.
   for sequence in held:
     for group, pages in enumerate(sequence.tables):
       table[sequence.slot, group, : len(pages)] = pages

@@ -48,17 +48,10 @@ def has_states(spec: Any) -> bool:
 def kinds_of(
   specs: Sequence[Any], max_model_len: int, *, caching: bool
 ) -> tuple[GroupKind, ...]:
-  """Returns the kind of each group.
+  """Returns the kind of each group, from a `GroupKind` or eSurge's spec.
 
-  Args:
-    specs: for each group, a `GroupKind` or eSurge's spec. The attributes
-      `sliding_window`, `attention_chunk_size` and `shapes` distinguish specs.
-    max_model_len: tokens of the longest sequence.
-    caching: True if pages are published.
-
-  Raises:
-    TypeError: a size is not an int.
-    ValueError: a size is out of range.
+  The attributes `sliding_window`, `attention_chunk_size` and `shapes`
+  distinguish specs.
   """
   as_count("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]

@@ -196,13 +196,14 @@ class EsurgeCacheManager:
         f"`status` of {request.request_id!r} must be RUNNING, got {status}."
       )
     as_count("num_scheduled_requests", num_scheduled_requests, 0)
-    counts = self.host.pages.num_leading(
-      request.request_id, num_scheduled_requests
-    )
-    return [
-      count if shares else 0
-      for shares, count in zip(self._shares_prefixes, counts, strict=False)
-    ]
+    counts = []
+    tables = self.get_page_ids(request.request_id)
+    for shares, table in zip(self._shares_prefixes, tables, strict=True):
+      num_references = self.host.pages.ref_counts(table)
+      has_too_few = [n < num_scheduled_requests for n in num_references]
+      # The last element ends the count if every page has enough references.
+      counts.append([*has_too_few, True].index(True) if shares else 0)
+    return counts
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Returns a request's pages by group; empty lists if it holds none."""

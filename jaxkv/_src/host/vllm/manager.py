@@ -89,17 +89,18 @@ class KVCacheManager:
     kinds = config.group_kinds(
       groups, max_model_len, enable_caching=enable_caching, use_eagle=use_eagle
     )
+    interval = None
     if enable_caching and kinds:
       config.check_sizes(kinds, scheduler_block_size, hash_block_size)
+      name = "prefix_cache_retention_interval"
+      interval = getattr(kv_cache_config, name, None)
     self._manager = CacheManager(
       kv_cache_config.num_blocks,
       kinds,
       max_model_len,
       enable_caching,
       use_eagle and enable_caching,
-      prefix_retention_interval=config.retention(
-        kv_cache_config, kinds, scheduler_block_size, enable_caching
-      ),
+      prefix_retention_interval=interval,
       watermark=watermark,
       max_in_flight=max_in_flight_tokens,
       max_requests=max_requests,
@@ -213,8 +214,9 @@ class KVCacheManager:
     """Allocates blocks for a request's tokens and caches its full blocks.
 
     See `jaxkv.host.CacheManager.allocate_slots` for arguments and errors. In
-    contrast to it, external and new tokens beyond `max_model_len` are cut off,
-    and `skip_zeroing_group_ids` affects only blocks for external tokens.
+    contrast to it, external and new tokens beyond `max_model_len` are cut off.
+    `skip_zeroing_group_ids` lists the groups whose blocks for external tokens
+    `take_new_block_ids` omits.
 
     Returns:
       The new blocks, without those of the hit and of external tokens. None,
@@ -298,13 +300,10 @@ class KVCacheManager:
     hit: Sequence[set[int]] | None,
     skipped_groups: Sequence[int],
   ) -> None:
-    """Records new blocks for zeroing and metrics.
+    """Records new blocks, by group, for zeroing and metrics.
 
-    Args:
-      request_id: the request.
-      new: the new blocks by group, without those for external tokens.
-      hit: by group, the blocks of a new request's hit; else None.
-      skipped_groups: groups whose blocks for external tokens are not zeroed.
+    `new` lacks the blocks for external tokens, which are not zeroed in
+    `skipped_groups`. `hit` is None for a running request.
     """
     new_ids = new
     if hit is not None:
@@ -344,7 +343,7 @@ class KVCacheManager:
     returned group by group; pass them to `free_blocks` in reverse order.
     """
     self._hashes.forget(request.request_id)
-    return self.block_pool.blocks_of(self._manager.pages.detach(request))
+    return self.block_pool.blocks_of(self._manager.pop_pages_for_free(request))
 
   def remove_skipped_blocks(
     self,

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.share import refresh_shared
+from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.models.decoder import expert_records
