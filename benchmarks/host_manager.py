@@ -5,6 +5,7 @@
 | decode_256 | each of 256 running requests gets a token and allocates, one   |
 |            | after the other; 1/16 take a page in every group, and 1/16     |
 |            | fill one                                                       |
+| step_256   | the same in one call of `CacheManager.step`; jaxkv only        |
 | admit_4096 | lookup and allocation for one prompt of 4,096 tokens, with its |
 |            | hashes                                                         |
 | free_4096  | frees one request of 4,096 tokens                              |
@@ -87,6 +88,13 @@ class HostManager:
     assert answer is not None
     request.num_computed_tokens += len(tokens)
 
+  def step(self, requests):
+    for request in requests:
+      request.token_ids.append(len(request.token_ids))
+    assert None not in self._manager.step(requests)
+    for request in requests:
+      request.num_computed_tokens += 1
+
   def free(self, request):
     self._manager.free(request)
 
@@ -110,6 +118,9 @@ class Side:
     """Times all rows, and checks the numbers of hits."""
     for _ in range(STEPS):
       self._timed("decode_256", self._decode)
+    if hasattr(self._manager, "step"):
+      for _ in range(STEPS):
+        self._timed("step_256", lambda: self._manager.step(self._running))
     # This call is not timed, because it only caches the prompt for the next
     # one. The page of the last token is never a hit.
     self._prompt(None, self._cached_prompt)

@@ -66,9 +66,10 @@ jaxkv.show(manager.state, title="The first request")
 # %% [markdown]
 # ## Decode
 #
-# `allocate_slots` makes room for one more token of each running request. It
+# `step` makes room for one more token of every running request, in one call. It
 # also caches pages that became full, and gives back pages that fell behind a
-# window. It returns the new pages, or None where there was no room.
+# window. For each request it returns the new pages, or None where there was no
+# room.
 
 
 # %%
@@ -77,7 +78,9 @@ def decode(running, count):
   for _ in range(count):
     for request in running:
       request.token_ids.append(7)
-      assert manager.allocate_slots(request, 1) is not None
+    answers = manager.step(running)
+    assert None not in answers
+    for request in running:
       request.num_computed_tokens += 1
 
 

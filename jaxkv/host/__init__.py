@@ -2,10 +2,11 @@
 
 `CacheManager` has the methods of vLLM's `KVCacheManager` and of eSurge's
 `CacheManager`, and returns the same page ids, hits and eviction order. It is
-plain Python: nothing is compiled, and only `key` and `state` need a device. A
-request is any object with `request_id`, `token_ids` and `num_computed_tokens`;
-the manager never writes to it. `Request` lists the optional attributes. Some of
-them, such as salts and adapters, keep requests from sharing pages.
+plain Python: nothing is compiled, and only `key` and `state` need a device.
+`step` allocates for all running requests in one call. A request is any object
+with `request_id`, `token_ids` and `num_computed_tokens`; the manager never
+writes to it. `Request` lists the optional attributes. Some of them, such as
+salts and adapters, keep requests from sharing pages.
 
 `manager.state` is a copy of the cache as a `jaxkv.CacheState`, for jitted
 loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`,
@@ -67,6 +68,8 @@ vLLM and eSurge. The following differences are intended:
   latter. vLLM 0.33 counts this page, and may refuse the request.
 - `evict_pages` of a running request's state page: the page stays evicted. vLLM
   0.33 publishes it again.
+- `step`: all requests free pages outside windows, then all allocate, then all
+  publish. The reference serves one request after the other.
 - `CrossAttention` with `enable_caching=True`: raises `ValueError`. The
   reference disables caching.
 - Ages of evicted pages (`track_residency`): an age is the number of pages that

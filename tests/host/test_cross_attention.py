@@ -35,9 +35,7 @@ class TestManager:
       [11, 12],
       [13, 14, 15],
     ]
-    for req in (req_a, req_b):
-      new = cache.allocate_slots(req, 1)
-    assert new.get_page_ids() == ([], [])
+    assert cache.step([req_a, req_b], 1)[1].get_page_ids() == ([], [])
     assert cache.get_num_common_prefix_pages("one") == [0, 0]
     cache.free(req_b)
     cache.free(req_a)

@@ -65,6 +65,8 @@ def test_unknown_requests(cache):
   with unchanged(cache):
     with pytest.raises(KeyError, match="'new' holds no page"):
       cache.cache_pages(NEW, 4)
+    with pytest.raises(KeyError, match="'new' holds no page"):
+      cache.step([running(), NEW])
     # What only gives back has nothing to give.
     cache.free(NEW)
     cache.remove_skipped_pages("new", 9)
@@ -79,6 +81,8 @@ def test_requests_may_be_freed_twice(cache):
     cache.free(req)
     with pytest.raises(KeyError, match="a"):
       cache.cache_pages(req, 9)
+    with pytest.raises(KeyError, match="a"):
+      cache.step([req])
 
 
 def test_hits_for_a_request_that_runs(cache):
@@ -139,6 +143,11 @@ def test_a_null_page_is_no_hit(cache):
     cache.allocate_slots(request("c", range(40, 49)), 5, 4, CachePages(([0],)))
 
 
+def test_running_requests_are_a_list(cache):
+  with unchanged(cache), pytest.raises(TypeError, match="must be a list of"):
+    cache.step(req for req in [running()])
+
+
 @pytest.mark.parametrize("salt", ["a", None])
 def test_hits_under_another_salt(cache, salt):
   req = request("c", range(9), cache_salt=None if salt else "a")
@@ -163,9 +172,9 @@ def test_counts_are_ints(cache, count):
     with pytest.raises(TypeError, match="num_new_tokens"):
       cache.allocate_slots(NEW, count)
     with pytest.raises(TypeError, match="num_new_tokens"):
-      cache.allocate_slots(running(), count)
+      cache.step([running()], [count])
     with pytest.raises(TypeError, match="num_lookahead_tokens"):
-      cache.allocate_slots(running(), 1, num_lookahead_tokens=count)
+      cache.step([running()], 1, count)
     # The place of another argument in the reference systems.
     with pytest.raises(TypeError, match="num_lookahead_tokens"):
       cache.allocate_slots(NEW, 9, 0, None, count)
@@ -176,19 +185,32 @@ def test_counts_are_ints(cache, count):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_new_tokens": 0}, "of 'a' must not all be 0"),
-    ({"num_new_tokens": -1}, "num_new_tokens` must be at least 0 .* got -1"),
     (
-      {"num_new_tokens": 1, "num_lookahead_tokens": -1},
-      "num_lookahead_tokens` must be at least 0",
+      {"num_new_tokens": 0},
+      "num_new_tokens` must be at least 1 and below 2..31, got 0",
     ),
+    (
+      {"num_new_tokens": [-1]},
+      "num_new_tokens` must be at least 1 and below 2..31, got -1",
+    ),
+    ({"num_new_tokens": [1, 2]}, r"each of 1 requests, got.* \(2,\)"),
+    ({"num_new_tokens": [[1]]}, r"each of 1 requests, got.* \(1, 1\)"),
+    ({"num_lookahead_tokens": -1}, "num_lookahead_tokens` must be at least 0"),
     ({"num_new_tokens": 56}, "`max_model_len` is 64; 'a' must have .* got 65"),
-    ({"num_new_tokens": 2**32}, "must have .* got 4294967305"),
+    ({"num_new_tokens": [2**32 + 1]}, "below 2..31, got 4294967297"),
   ],
 )
-def test_bad_counts_of_a_running_request_are_refused(cache, arguments, text):
+def test_bad_steps_are_refused(cache, arguments, text):
   with unchanged(cache), pytest.raises(ValueError, match=text):
-    cache.allocate_slots(running(), **arguments)
+    cache.step([running()], **arguments)
+
+
+def test_step_names_a_request_twice(cache):
+  with (
+    unchanged(cache),
+    pytest.raises(ValueError, match="each request once, got 'a'"),
+  ):
+    cache.step([running(), running()])
 
 
 def test_deferred_pages_are_given_back_once(cache):
@@ -206,6 +228,11 @@ def test_readings_that_are_off_are_refused(cache):
       cache.take_events()
     with pytest.raises(ValueError, match="`track_new_pages` must be True"):
       cache.take_new_page_ids()
+
+
+def test_empty_steps_change_nothing(cache):
+  with unchanged(cache):
+    assert cache.step([]) == []
 
 
 def test_cache_pages(cache):
@@ -237,6 +264,7 @@ def test_too_few_pages_return_none(cache):
   with unchanged(cache):
     assert cache.allocate_slots(request("c", range(40)), 40) is None
     assert cache.allocate_slots(running(), 40) is None
+    assert cache.step([running()], 40) == [None]
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])

@@ -60,6 +60,7 @@ CALLS = {
   "allocate_slots, new": lambda m, r: m.allocate_slots(r["new"], 13),
   "allocate_slots, moves": lambda m, r: admit(m, r, "d"),
   "take_moves": lambda m, r: m.take_moves(),
+  "step": lambda m, r: m.step([r["a"], r["b"]], 3),
   "cache_pages": lambda m, r: m.cache_pages(r["a"], 16),
   "remove_skipped_pages": lambda m, r: m.remove_skipped_pages("a", 13),
   "free": lambda m, r: m.free(r["a"]),
@@ -117,7 +118,7 @@ def everything(manager):
 
 
 # A few seconds each.
-@slow_except("name", CALLS, "allocate_slots")
+@slow_except("name", CALLS, "step")
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_calls_are_atomic(name, pytestconfig):
   manager = check_atomic(
@@ -197,7 +198,7 @@ def test_calls_left_by_signals_are_atomic():
     raise Interrupted
 
   done, requests = begun()
-  CALLS["allocate_slots"](done, requests)
+  CALLS["step"](done, requests)
   outcomes = [everything(begun()[0]), everything(done)]
   old_handler = signal.signal(signal.SIGALRM, handler)
   # Python drops an exception that is raised in a callback of the collector.
@@ -207,7 +208,7 @@ def test_calls_left_by_signals_are_atomic():
       manager, requests = begun()
       try:
         signal.setitimer(signal.ITIMER_REAL, 1e-6 + 1e-6 * trial)
-        CALLS["allocate_slots"](manager, requests)
+        CALLS["step"](manager, requests)
         signal.setitimer(signal.ITIMER_REAL, 0)
       except Interrupted:
         pass
@@ -262,7 +263,7 @@ def test_threads_share_a_manager():
       if manager.allocate_slots(req, 9) is not None:
         req.num_computed_tokens = 9
         req.token_ids += [1]
-        manager.allocate_slots(req, 1)
+        manager.step([req])
         manager.free(req)
 
   run_in_threads(work)

@@ -1,7 +1,7 @@
 """The host manager alone: contents, statistics, what it is given and says.
 
-Page ids are in `tests.host.test_manager_traces`, bad calls in
-`tests.host.test_errors`.
+Page ids are in `tests.host.test_manager_traces`, many requests at once in
+`tests.host.test_step`, bad calls in `tests.host.test_errors`.
 """
 
 import numpy as np
@@ -53,18 +53,6 @@ class TestContents:
   )
   def test_hits_end_before_other_items(self, cache, items, tokens):
     assert self._cached(cache, mm=items) == tokens
-
-  def test_placeholders_of_later_chunks_are_content(self, cache):
-    tokens = [1, 2, 9, 9, 9, 9, 9, 3, 4, 5, 6, 7, 8]
-    req = request("0", tokens, mm=[IMAGE])
-    admit(cache, req, 3)
-    for new in (7, 1, 1, 1):
-      assert cache.allocate_slots(req, new) is not None
-      req.num_computed_tokens += new
-    assert hit_of(cache, request("1", tokens, mm=[IMAGE]))[1] == 12
-    other_items = [IMAGE._replace(identifier="another")]
-    assert hit_of(cache, request("2", tokens, mm=other_items))[1] == 0
-    assert hit_of(cache, request("3", tokens))[1] == 0
 
   def test_two_items_are_told_apart_behind_a_common_page(self, cache):
     tokens = [*range(4), *[9] * 6]

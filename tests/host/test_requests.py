@@ -72,9 +72,9 @@ def test_decoded_tokens_are_numbers(cache, token):
     unchanged(cache),
     pytest.raises(ValueError, match=r"of 'a' must be .* from 8 to 11"),
   ):
-    cache.allocate_slots(req, 1)
+    cache.step([req])
   req.token_ids[11] = 9
-  assert cache.allocate_slots(req, 1) == CachePages(([],))
+  assert cache.step([req]) == [CachePages(([],))]
 
 
 @pytest.mark.parametrize(
@@ -88,20 +88,24 @@ def test_counts_of_a_request_are_ints(fields):
     wrong = running(**fields)
     text = f"{next(iter(fields))}` must be an int"
     with pytest.raises(TypeError, match=text):
+      cache.step([wrong])
+    with pytest.raises(TypeError, match=text):
       cache.allocate_slots(wrong, 1)
 
 
 @pytest.mark.parametrize(
-  ("fields", "count", "message"),
+  ("fields", "step", "message"),
   [
-    ({"num_computed_tokens": -3}, 1, "computed_tokens` must be at least"),
-    ({"num_computed_tokens": 2**40}, 1, "got 1099511627777"),
-    ({}, 2**63 - 1, "got 9223372036854775816"),
+    ({"num_computed_tokens": -3}, (1,), "computed_tokens` must be at least"),
+    ({"num_computed_tokens": 2**40}, (1,), "got 1099511627777"),
+    ({}, (2**63 - 1,), "got 9223372036854775807"),
+    ({}, ([2**63 - 1],), "got 9223372036854775807"),
+    ({}, ([2**40],), "got 1099511627776"),
   ],
 )
-def test_counts_of_a_running_request_fit(cache, fields, count, message):
+def test_counts_of_a_step_fit(cache, fields, step, message):
   with unchanged(cache), pytest.raises(ValueError, match=message):
-    cache.allocate_slots(running(**fields), count)
+    cache.step([running(**fields)], *step)
 
 
 def test_tokens_in_an_array_of_jax(cache):
@@ -202,7 +206,7 @@ def test_objects_of_any_class_are_requests(field):
   assert new.get_page_ids() == ([4, 5],)
   req_b.num_computed_tokens = 14
   getattr(req_b, field).extend([14, 15, 16])
-  assert cache.allocate_slots(req_b, 3) == CachePages(([6],))
+  assert cache.step([req_b], 3) == [CachePages(([6],))]
   assert cache.cached_page_ids() == {1, 2, 4, 5}
   cache.free(req_a)
   cache.free(req_b)

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
-from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.host import prefix_lookup
 from jaxkv._src.host.cache_pages import CachePages
 from jaxkv._src.host.demand import Demand
-from jaxkv._src.host.demand import check_length
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_lookup import HashedTokens
 from jaxkv._src.host.publish import publish
 from jaxkv._src.host.request import RequestFields
-from jaxkv._src.host.request import tokens_of
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 
@@ -139,65 +136,18 @@ def allocate(
     held.root = hashed.root
     first = [growth.hit for growth in plan]
   publish(state, held, demand.publish, hashed, first)
-  return _new_pages(state, held, plan)
+  return new_pages(state, held, plan)
 
 
-def advance_quietly(
-  state: HostState,
-  held: HeldSequence,
-  request: Any,
-  num_new_tokens: int,
-  num_lookahead_tokens: int,
-) -> Demand | None:
-  """Serves a running request if it pops, frees and fills no page.
+def grow(state: HostState, held: HeldSequence, demand: Demand) -> Plan | None:
+  """Pops a running request's pages; returns the plan, or None if it waits.
 
-  Returns:
-    None if the request was served; else its demand.
+  The plan is empty if all tokens fit the pages that the request has.
   """
-  # This code runs for every request in every step, so it makes few calls.
-  options = state.options
-  computed = request.num_computed_tokens
-  if computed.__class__ is not int or computed < 0:
-    computed = as_count("num_computed_tokens", computed, 0)
-  num_tokens = computed + num_new_tokens
-  if num_tokens > options.max_model_len:
-    check_length(options, request.request_id, num_tokens)
-  room = num_tokens + num_lookahead_tokens
-  final = len(tokens_of(request))
-  if final > num_tokens:
-    final = num_tokens
-  # A call is quiet if an allocation would only set the length.
-  length, page_size = held.length, state.config.page_size
-  is_quiet = room <= held.room and (
-    final <= length or final // page_size == length // page_size
-  )
-  if state.skipping:
-    in_flight = getattr(request, "num_in_flight_tokens", 0)
-    if in_flight.__class__ is not int or in_flight < 0:
-      in_flight = as_count("num_in_flight_tokens", in_flight, 0)
-    computed = max(computed - in_flight, 0)
-    is_quiet = is_quiet and not _frees_pages(state, held, computed)
-  if not is_quiet:
-    room = min(room, options.max_model_len)
-    return Demand(
-      num_computed=computed, room=room, tokens=num_tokens, publish=final
-    )
-  if final > length:
-    # Faster than `save_attribute`, which looks the value up.
-    state.undo_log.record((setattr, held, "length", length))
-    held.length = final
-  return None
-
-
-def _frees_pages(
-  state: HostState, held: HeldSequence, num_computed: int
-) -> bool:
-  """True if a held page is outside a window after `num_computed` tokens."""
-  # Groups of the same kind and page size skip the same columns.
-  for group in state.skipping_kinds:
-    if group.skipped_pages(num_computed) > held.skipped[group.number]:
-      return True
-  return False
+  if demand.room <= held.room:
+    return []
+  plan = _plan(state, held, demand, None)
+  return plan if _apply(state, held, demand, plan, None) else None
 
 
 def _apply(
@@ -377,8 +327,10 @@ def _place_scratch(state: HostState, table: list[int], growth: _Growth) -> None:
     table[column] = 0
 
 
-def _new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
+def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
   """Returns the pages in a plan's columns from `external` on."""
+  if not plan:
+    return CachePages(tuple([[] for _ in state.groups]))
   cached = state.pool.is_cached
   pages = [
     table[growth.external :]

@@ -14,6 +14,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import config
 from jaxkv._src.host import prefix_lookup
+from jaxkv._src.host import step
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.bridge.from_device import from_device
 from jaxkv._src.host.bridge.to_device import to_device
@@ -299,7 +300,7 @@ class CacheManager(Inspection):
         or num_lookahead_tokens < 0
       )
       if not is_special:
-        demand = allocate.advance_quietly(
+        demand = step.advance_quietly(
           state, held, request, num_new_tokens, num_lookahead_tokens
         )
         if demand is not None and demand.room > held.room:
@@ -333,6 +334,36 @@ class CacheManager(Inspection):
     )
 
   @atomic
+  def step(
+    self,
+    running: Sequence[Any],
+    num_new_tokens: Sequence[int] | int = 1,
+    num_lookahead_tokens: int = 0,
+  ) -> list[CachePages | None]:
+    """Allocates for many running requests in one call.
+
+    Equals `allocate_slots` for each request in order, except that all requests
+    free pages outside windows before any of them allocates, and all allocate
+    before any of them publishes.
+
+    Args:
+      running: requests that hold pages, each listed once.
+      num_new_tokens: new tokens by request, or one number for all; at least 1.
+      num_lookahead_tokens: further tokens of each request that need pages.
+
+    Returns:
+      The new pages of each request; None for a request for which too few are
+      free. Later requests that need fewer pages may still succeed.
+
+    Raises:
+      KeyError: a request holds no page.
+      TypeError: `running` is not a sequence, or a number is not an int.
+      ValueError: a number is too small, a sequence is too long, a request is
+        repeated, or a token is not a 32-bit integer.
+    """
+    return step.step(self._state, running, num_new_tokens, num_lookahead_tokens)
+
+  @atomic
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
 
@@ -344,10 +375,9 @@ class CacheManager(Inspection):
       ValueError: the number is negative, or a token is not a 32-bit integer.
     """
     state = self._state
-    name = request.request_id
-    held = state.held.get(name)
+    held = state.held.get(request.request_id)
     if held is None:
-      raise KeyError(f"{name!r} holds no page; call allocate_slots for it.")
+      raise step.not_held(request.request_id)
     num_tokens = as_count("num_computed_tokens", num_computed_tokens, 0)
     state.set_request(held, request)
     publish(state, held, min(num_tokens, len(tokens_of(request))))
