@@ -10,7 +10,8 @@ import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-_RUNS, _DONE = by_hand.RUNS, by_hand.DONE
+_RUNS = by_hand.RUNS
+_DONE = by_hand.DONE
 
 
 def _state() -> rollout.RolloutState:

@@ -17,7 +17,8 @@ class MovingCalls(Calls):
 
   def _move(self) -> None:
     """Exports sequences and imports them again, some of them twice."""
-    ids, mask = self._ids(3), self._mask(3)
+    ids = self._ids(3)
+    mask = self._mask(3)
     codes = [
       jaxkv.Status.OK if code is None else code
       for code in self._codes_of(ids, mask)

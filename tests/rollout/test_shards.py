@@ -177,18 +177,17 @@ class TestRebalance:
 class TestPrompts:
   def test_submitted_prompts_get_ids_and_codes(self):
     """Refused prompts take no row, so valid ones find all that are empty."""
-    names, axes = _names_of(np.asarray([2, 2, 2, 2])), axes_of(data=2)
+    names = _names_of(np.asarray([2, 2, 2, 2]))
+    axes = axes_of(data=2)
     batch = names["requests"]
     # Each shard has one sequence and one empty row.
     begun = dataclasses.replace(batch, num_samples=[1, 0, 0, 1])
     state = recipes.begun_on(names | {"requests": begun}, axes)
     assert state.queue.ids.reshape(-1).tolist()[::3] == [0, 3]
-    bad_length, bad_id, full, ok = (
-      jaxkv.Status.BAD_LENGTH,
-      jaxkv.Status.BAD_SEQUENCE,
-      jaxkv.Status.QUEUE_FULL,
-      jaxkv.Status.OK,
-    )
+    ok = jaxkv.Status.OK
+    bad_length = jaxkv.Status.BAD_LENGTH
+    bad_id = jaxkv.Status.BAD_SEQUENCE
+    full = jaxkv.Status.QUEUE_FULL
     lengths = np.asarray([0, 3, 3, 3])
     bad = dataclasses.replace(batch, lengths=lengths)
     _, out = sharding.submit(state, bad, axes=axes)

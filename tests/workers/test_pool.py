@@ -152,7 +152,8 @@ class TestStream:
     assert is_killed.is_set()
 
   def test_a_call_that_ends_in_time_is_not_interrupted(self):
-    has_begun, was_closed = threading.Event(), threading.Event()
+    has_begun = threading.Event()
+    was_closed = threading.Event()
     results = []
 
     class Waits(StubWorker):
