@@ -107,13 +107,10 @@ Commands (`python -m jaxkv COMMAND --help` lists the options):
 | command | description |
 |---|---|
 | `rollout` | continues prompts, by default with a small character model |
-| `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `doctor` | prints versions, devices, backends and speeds, and runs a check |
 
-`replay` reads JSON lines with `input_length, output_length, hash_ids`, and
-prints hits, evictions and the time per request. `hash_ids` has one id for every
-512 tokens of a prompt. Commands print tables, and most can write JSON (`--json
-FILE`). On invalid input they print the reason and exit with status 2.
+Commands print tables, and `rollout` can write JSON (`--json FILE`). On invalid
+input they print the reason and exit with status 2.
 
 Terms:
 
