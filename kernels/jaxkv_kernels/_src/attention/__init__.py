@@ -21,8 +21,7 @@
 | `mosaic_tpu` | backend: Pallas Mosaic, for TPUs |
 
 The folder of a backend has a module `backend`, which implements
-`choose.Backend`. Backends written in Pallas also have a module `kernel`, and
-those for GPUs a module `compat`, which wraps functions of Pallas.
+`choose.Backend`. Backends written in Pallas also have a module `kernel`.
 
 Letters in all of these modules:
 

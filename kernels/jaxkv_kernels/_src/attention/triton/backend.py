@@ -15,12 +15,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.options import AttentionCall
-from jaxkv_kernels._src.attention.triton import compat
 from jaxkv_kernels._src.attention.triton.kernel import TritonStatic
 from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
@@ -73,11 +74,10 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   }
   has_few_sums = static.rows == _MIN_ROWS and call.options.value_dim is None
   shape = (static.splits, static.batch, static.columns, static.heads)
-  parts, totals = compat.call(
+  parts, totals = pl.pallas_call(
     functools.partial(
       attention_kernel, static=static, soft_cap=options.soft_cap
     ),
-    inputs,
     name="jaxkv_paged_attention",
     grid=(static.batch * static.kv_heads * static.tiles, static.splits),
     out_shape=(
@@ -85,10 +85,11 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
       query_tiles.float32((2, *shape), inputs),
     ),
     # With more sums, a program needs twice the threads to avoid spills.
-    num_warps=4 if has_few_sums else 8,
-    num_stages=3,
-    interpret=options.interpret,
-  )
+    compiler_params=plt.CompilerParams(
+      num_warps=4 if has_few_sums else 8, num_stages=3
+    ),
+    interpret=bool(options.interpret),
+  )(inputs)
   return _merge(parts, totals, options.sinks, call.is_query[:, :, None])
 
 
