@@ -55,6 +55,9 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`."""
   options = call.options
   static = _static(call)
+  tree, window = options.tree_mask, options.window
+  if window is not None:
+    window = jnp.asarray(window, jnp.int32).reshape(1)
   inputs = {
     "q": call.q,
     "k": call.k_pages,
@@ -64,12 +67,12 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     "counts": call.counts,
     "page_offset": options.page_offset.reshape(1),
     "scale": jnp.asarray(options.scale, jnp.float32).reshape(1),
-    "window": _as_int32(options.window),
+    "window": window,
     "slopes": options.alibi_slopes,
     "k_scale": options.k_scale,
     "v_scale": options.v_scale,
     # Triton has no pointers to single bits.
-    "tree": _as_int8(options.tree_mask),
+    "tree": None if tree is None else tree.astype(jnp.int8),
     "tree_starts": options.tree_starts,
   }
   has_few_sums = static.rows == _MIN_ROWS and call.options.value_dim is None
@@ -136,16 +139,6 @@ def _too_large(call: AttentionCall) -> str | None:
         f" bits, got {pages.size}"
       )
   return None
-
-
-def _as_int32(value: jax.Array | int | None) -> jax.Array | None:
-  if value is None:
-    return None
-  return jnp.asarray(value, jnp.int32).reshape(1)
-
-
-def _as_int8(mask: jax.Array | None) -> jax.Array | None:
-  return None if mask is None else mask.astype(jnp.int8)
 
 
 def _static(call: AttentionCall) -> TritonStatic:
