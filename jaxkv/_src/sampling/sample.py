@@ -342,12 +342,9 @@ def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:
 def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   """Inverts the cumulative distribution of each row at a uniform number.
 
-  Args:
-    weights: float32[R, X], not negative, with a positive one in every row.
-    uniforms: float32[R], in [0, 1).
-
-  Returns:
-    int32[R], indices of positive weights.
+  `weights`, float32[R, X], are not negative, with a positive one in every row,
+  and `uniforms`, float32[R], are in [0, 1). Returns int32[R], indices of
+  positive weights.
   """
   # A matmul computes the prefix sums, because `cumsum` takes ten times as long
   # on a CPU. The triangle is a host constant, because XLA would otherwise build

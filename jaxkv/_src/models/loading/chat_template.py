@@ -143,7 +143,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   # Jinja's own filter `tojson` escapes characters for HTML.
   environment.filters["tojson"] = _to_json
   environment.globals["raise_exception"] = _refuse
-  environment.globals["strftime_now"] = _now
+  now = datetime.datetime.now()
+  environment.globals["strftime_now"] = now.strftime
   template = _GENERATION.sub(r"\1with", template)
   try:
     return environment.from_string(template).render(**variables)
@@ -187,7 +188,3 @@ def _to_json(
     # An escaped mark would no longer protect the text within.
     text = text.replace(json.dumps(mark)[1:-1], mark)
   return text
-
-
-def _now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)

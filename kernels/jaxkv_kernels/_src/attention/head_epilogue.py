@@ -11,16 +11,9 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 
 def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
-  """Returns the factor of each query head's logits, before the soft cap.
+  """Returns the factor of the logits before the soft cap, float32[H].
 
-  Args:
-    options: options of the call. A `k_scale` with one number for each K/V head
-      is part of the factor.
-    heads: H, the number of query heads.
-    kv_heads: K, the number of key-value heads.
-
-  Returns:
-    float32[H].
+  A `k_scale` with one number for each K/V head is part of the factor.
   """
   scale = jnp.full((heads,), options.scale, jnp.float32)
   if options.k_scale is None or options.k_scale.ndim != 1:
