@@ -64,13 +64,14 @@ def read_trace(path: str) -> list[Request]:
   """
   requests = []
   lines = pathlib.Path(path).read_text("utf-8").splitlines()
-  for number, line in enumerate(lines, start=1):
+  for line_number, line in enumerate(lines, start=1):
     record = json.loads(line)
-    length, ids = record["input_length"], record["hash_ids"]
+    length = record["input_length"]
+    ids = record["hash_ids"]
     if len(ids) != -(-length // BLOCK_TOKENS):
       raise ValueError(
-        f"{path} line {number}: `hash_ids` must have one id for {BLOCK_TOKENS} "
-        f"tokens of `input_length`, {length}, got {len(ids)}."
+        f"{path} line {line_number}: `hash_ids` must have one id for every "
+        f"{BLOCK_TOKENS} tokens of `input_length`, {length}, got {len(ids)}."
       )
     requests.append((length, ids))
   return requests
@@ -143,12 +144,12 @@ def _timed_spans(
   )
   program = program.lower(state, tokens, spans[0]).compile()
   parts = []
-  total = 0.0
+  total_seconds = 0.0
   for span in spans:
     seconds, _, (state, hits) = rows.timed(program, state, tokens, span)
-    total += seconds
+    total_seconds += seconds
     parts.append(hits)
-  return state, np.concatenate(parts)[:count], total
+  return state, np.concatenate(parts)[:count], total_seconds
 
 
 def _serve(

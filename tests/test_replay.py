@@ -97,5 +97,5 @@ def test_a_request_with_too_few_ids_is_named(replay, tmp_path):
   path = tmp_path / "trace.jsonl"
   lines = [{"input_length": 512 * n, "hash_ids": [1, 2]} for n in (2, 3)]
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  with pytest.raises(ValueError, match=r"line 2: .* tokens .* 1536, got 2\."):
+  with pytest.raises(ValueError, match=r"line 2: .* tokens of .*1536, got 2\."):
     replay.read_trace(str(path))

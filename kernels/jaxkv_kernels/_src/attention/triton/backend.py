@@ -55,7 +55,8 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`."""
   options = call.options
   static = _static(call)
-  tree, window = options.tree_mask, options.window
+  tree = options.tree_mask
+  window = options.window
   if window is not None:
     window = jnp.asarray(window, jnp.int32).reshape(1)
   inputs = {
