@@ -181,7 +181,7 @@ def vocab_size_of(model: Model) -> int | None:
   return getattr(_keyword(model, "config"), "vocab_size", None)
 
 
-def _keyword(model: Model, name: str) -> Any:
+def _keyword(model: Any, name: str) -> Any:
   """Returns a keyword argument that is bound in a `functools.partial`."""
   return getattr(model, "keywords", {}).get(name)
 

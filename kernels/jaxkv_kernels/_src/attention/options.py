@@ -94,7 +94,7 @@ class CallOptions(AttentionOptions):
   """
 
   page_offset: jax.Array  # int32[]
-  scale: jax.Array | float  # float or float[]
+  scale: jax.Array | float = 1.0  # float or float[]
   tree_starts: jax.Array | None = None  # int32[B]
   value_dim: int | None = None
   interpret: Any = False
