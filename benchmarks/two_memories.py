@@ -18,7 +18,7 @@ the compiled scan, without the pages themselves.
 
   python benchmarks/two_memories.py [--quick] [--json FILE]
 
-For a trace: `python -m jaxkv replay TRACE --pages 3000 --offload-pages 30000`.
+For a trace: `python benchmarks/replay.py TRACE --pages 3000`.
 """
 
 from collections.abc import Iterator

@@ -104,7 +104,6 @@ Commands (`python -m jaxkv COMMAND --help` lists the options):
 | command | description |
 |---|---|
 | `rollout` | continues prompts, by default with a small character model |
-| `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `doctor` | prints versions, devices, backends and speeds, and runs a check |
 
 Terms:

@@ -7,7 +7,6 @@ import sys
 import jax
 
 from jaxkv._src.commands import doctor
-from jaxkv._src.commands import replay
 from jaxkv._src.commands import rollout
 from jaxkv._src.commands.output import CommandError
 
@@ -35,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not _is_out_of_memory(error):
       raise
     return _report(
-      "error: out of memory; lower --pages and other sizes if the command has "
-      "them (0 pages means no limit), or use a device with more memory"
+      "error: out of memory; lower --pages and other sizes, or use a device "
+      "with more memory"
     )
 
 
@@ -47,7 +46,6 @@ def _parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   for name, command, text in (
     ("rollout", rollout, "generate from prompts inside a jitted loop"),
-    ("replay", replay, "run a request trace through the cache"),
     ("doctor", doctor, "print versions, devices and speeds, and run a check"),
   ):
     subparser = commands.add_parser(name, help=text, description=text)

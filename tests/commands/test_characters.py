@@ -11,6 +11,7 @@ import pytest
 from jaxkv import models
 from jaxkv._src.commands import characters
 from tests.models.small_model import TEXT
+from tests.models.small_model import trained_in
 
 
 class TestVocabulary:
@@ -57,14 +58,8 @@ class TestTraining:
 
   @pytest.mark.slow
   def test_equal_recipes_give_equal_weights(self, small_model, tmp_path):
-    model = characters.character_model(
-      steps=25, text=TEXT, folder=tmp_path, progress=False
-    )
+    model = trained_in(tmp_path)
     chex.assert_trees_all_equal(model.params, small_model.params)
-
-  def test_a_text_that_is_too_short_is_refused(self, tmp_path):
-    with pytest.raises(ValueError, match=r"longer than 512, got .* 6 tok"):
-      characters.character_model(text="abcde", folder=tmp_path)
 
 
 class TestKeptWeights:
@@ -75,17 +70,16 @@ class TestKeptWeights:
     """Replaces training by a list of calls, and weights that differ by call."""
     calls = []
 
-    def train(tokens, config, steps, *, progress):
-      del tokens, steps, progress
+    def train(tokens, config, sizes):
+      del tokens, sizes
       calls.append(None)
-      key = jax.random.key(len(calls))
-      return models.init_params(key, config), np.zeros(1, np.float32)
+      return models.init_params(jax.random.key(len(calls)), config)
 
     monkeypatch.setattr(characters, "train", train)
     return calls
 
   def _model(self, folder, **keywords):
-    keywords = {"text": TEXT, "folder": folder, "progress": False} | keywords
+    keywords = {"text": TEXT, "folder": folder} | keywords
     return characters.character_model(**keywords)
 
   def test_is_trained_once(self, trainings, tmp_path):
@@ -93,7 +87,7 @@ class TestKeptWeights:
     assert len(trainings) == 1
     chex.assert_trees_all_equal(model.params, other_model.params)
     self._model(tmp_path, text=TEXT + "more")
-    self._model(tmp_path, steps=7)
+    self._model(tmp_path, sizes=((7, 2),))
     assert len(trainings) == 3
 
   def test_environment_names_the_folder(self, trainings, tmp_path, monkeypatch):

@@ -236,20 +236,13 @@ class TestCommandLine:
     assert exit_.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
 
-  @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-      (
-        "rollout",
-        "model prompt prompts chat samples max-tokens temperature seed slots "
-        "pages page-size json processes",
-      ),
-      ("replay", "pages offload-pages rule json"),
-    ],
-  )
-  def test_help_names_every_option(self, capsys, name, options):
+  def test_help_names_every_option(self, capsys):
+    options = (
+      "model prompt prompts chat samples max-tokens temperature seed slots "
+      "pages page-size json processes"
+    )
     with pytest.raises(SystemExit) as exit_:
-      command_line.main([name, "--help"])
+      command_line.main(["rollout", "--help"])
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
     options_of_help = re.findall(r"^  --([a-z-]+)", printed, re.MULTILINE)

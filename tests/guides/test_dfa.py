@@ -14,7 +14,6 @@ from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.grammars import Chain
 from jaxkv._src.guides.grammars import Choice
 from jaxkv._src.guides.grammars import Repeat
-from jaxkv._src.guides.grammars import literal
 from jaxkv._src.guides.regex import regex
 from tests.guides.patterns import PATTERNS
 
@@ -38,13 +37,13 @@ class TestByHand:
 
   def test_states_without_an_end_are_dead(self):
     empty_choice = Choice(())
-    dfa = compile_grammar(literal("a") | (literal("b") + empty_choice))
+    dfa = compile_grammar(regex("a") | (regex("b") + empty_choice))
     assert dfa.num_states == 3 and not dfa.matches("b")
 
   def test_loops_do_not_leak_into_the_parts_around_them(self):
-    dfa = compile_grammar(Repeat(Repeat(literal("a")), 0, 1) + literal("b"))
+    dfa = compile_grammar(Repeat(Repeat(regex("a")), 0, 1) + regex("b"))
     assert dfa.matches("aab") and not dfa.matches("ba")
-    dfa = compile_grammar(Repeat(literal("a")) | Repeat(literal("b")))
+    dfa = compile_grammar(Repeat(regex("a")) | Repeat(regex("b")))
     assert dfa.matches("bb") and not dfa.matches("ab")
 
 
@@ -109,7 +108,7 @@ def test_counted_repeats_are_minimal():
 class TestRefused:
   def test_a_grammar_without_texts_is_refused(self):
     with pytest.raises(ValueError, match="`grammar` must match some text"):
-      compile_grammar(Chain((literal("a"), Choice(()))))
+      compile_grammar(Chain((regex("a"), Choice(()))))
 
   def test_too_many_states_are_refused(self, monkeypatch):
     monkeypatch.setattr(dfa, "MOST_STATES", 1000)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import calls
-from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.options import CallOptions
+from tests.kernels import reference
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import put
 

@@ -7,7 +7,7 @@ An interpreter needs far less work for that: see `_INTERPRETED_BLOCKS` of
 import numpy as np
 import pytest
 
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.backends import backends
 from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.backends import RUNNERS
 from tests.kernels.backends import call_of
 from tests.kernels.shapes import Shape

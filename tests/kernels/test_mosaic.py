@@ -12,10 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import head_epilogue
-from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
 from jaxkv_kernels._src.attention.options import CallOptions
+from tests.kernels import reference
 from tests.kernels.backends import ON_HOPPER
 from tests.kernels.backends import call_of
 from tests.kernels.backends import check_float16_values

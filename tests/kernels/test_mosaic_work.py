@@ -9,13 +9,13 @@ import pytest
 
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Unit
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton.merge import merge_pieces
+from tests.kernels import reference
 from tests.kernels.shapes import put
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.backends import backends
 from tests.kernels.backends import cases
 from tests.kernels.shapes import SHAPES

@@ -7,10 +7,10 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton import backend as triton
+from tests.kernels import reference
 from tests.kernels.backends import check_float16_values
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import put

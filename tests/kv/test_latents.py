@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import kv as memory
 from jaxkv.kernels import AttentionOptions
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import LAYERS
 from tests.kv.memory import PAGES

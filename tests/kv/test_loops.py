@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
 from jaxkv import kv as memory
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import DIM
 from tests.kv.memory import DTYPES

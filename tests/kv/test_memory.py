@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import kv as memory
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import DIM
 from tests.kv.memory import DTYPES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import kv as memory
-from jaxkv_kernels._src.attention import reference
+from tests.kernels import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import DIM
 from tests.kv.memory import HEADS

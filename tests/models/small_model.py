@@ -10,6 +10,4 @@ TEXT = "".join(f"{i} is {i % 7} modulo seven.\n\n" for i in range(200))
 
 def trained_in(folder: pathlib.Path) -> models.Pretrained:
   """Trains a character model for 25 steps: bad, but sure of its best token."""
-  return characters.character_model(
-    steps=25, text=TEXT, folder=folder, progress=False
-  )
+  return characters.character_model(sizes=((64, 32),), text=TEXT, folder=folder)

@@ -119,7 +119,7 @@ def _mismatch(config, params, groups, each):
 
 @_DTYPES
 def test_character_model_has_the_same_bits(dtype):
-  model = characters.character_model(progress=False)
+  model = characters.character_model()
   text = characters.reference_text()
   starts = np.arange(25) * 3001
   prompts = np.stack([model.tokenizer.encode(text[x : x + 48]) for x in starts])

@@ -14,7 +14,6 @@ import pydoc_data.topics
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,19 +29,18 @@ from jaxkv._src.commands import output
 MAX_LENGTH = 512
 """Length of the longest training sequences, in tokens."""
 
-_STEPS = 600
 _SPAN = 25
 """Optimizer steps in one call of the compiled program."""
 _LEARNING_RATE = 9e-3
 _WARMUP = 50
-_SEED = 0
 _BLANK_LINE = re.compile(r"\n\n+")
 
+Sizes = tuple[tuple[int, int], ...]
+"""Pairs (tokens per sequence, sequences per step), one for each span."""
 
-# Pairs (tokens per sequence, sequences per step), one for each sixth of the
-# steps. Most steps use short sequences, which are cheap. Without the steps that
-# use long sequences, the loss beyond position 128 is 1 nat per token higher.
-_PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
+# Most steps use short sequences, which are cheap. Without the steps that use
+# long sequences, the loss beyond position 128 is 1 nat per token higher.
+_SIZES = ((64, 32),) * 16 + ((192, 10),) * 4 + ((MAX_LENGTH, 4),) * 4
 
 
 class Vocabulary(models.Tokenizer):
@@ -100,10 +98,9 @@ class Vocabulary(models.Tokenizer):
 
 def character_model(
   *,
-  steps: int = _STEPS,
+  sizes: Sizes = _SIZES,
   text: str | None = None,
-  folder: str | os.PathLike[str] | None = None,
-  progress: bool = True,
+  folder: pathlib.Path | None = None,
 ) -> models.Pretrained:
   """Loads the character model, or trains it and stores it in a cache folder.
 
@@ -111,12 +108,11 @@ def character_model(
   two CPU cores. Equal arguments give equal weights on the same machine.
 
   Args:
-    steps: number of optimizer steps. A few steps give a bad model quickly.
-    text: the training text, at least `MAX_LENGTH` characters; None for
+    sizes: see `Sizes`. A single span gives a bad model quickly.
+    text: the training text, longer than the longest sequence; None for
       `reference_text`.
     folder: the cache folder; None for the path in the environment variable
       JAXKV_CACHE if it is set, else for `jaxkv` in the user's cache folder.
-    progress: True to show a progress bar on stderr.
 
   Returns:
     The model, in float32, with a `Vocabulary` as its tokenizer.
@@ -124,7 +120,6 @@ def character_model(
   Raises:
     OSError: the file cannot be written; raised before the training if the
       folder is read-only.
-    ValueError: `text` is too short, or `steps` is below 1.
   """
   text = reference_text() if text is None else text
   vocabulary = Vocabulary("".join(sorted(set(text))))
@@ -139,7 +134,7 @@ def character_model(
   )
   # The recipe and the text determine the weights. The file name contains a
   # digest of both, so a call with other arguments reads another file.
-  recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
+  recipe = (config, sizes, _SPAN, _LEARNING_RATE, _WARMUP)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
   params = _load(path, config)
@@ -147,9 +142,7 @@ def character_model(
     # Raises before the minute of training if the folder is not writable.
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
-    params, _ = train(
-      training_tokens(text, vocabulary), config, steps, progress=progress
-    )
+    params = train(training_tokens(text, vocabulary), config, sizes)
     # The file is replaced as a whole, because several processes can share it.
     with output.replacing(path) as part, open(part, "wb") as file:
       np.savez(file, *jax.tree.leaves(params))
@@ -189,7 +182,7 @@ def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
   return np.insert(tokens, stops, np.int32(vocabulary.stop_token))
 
 
-def _cache_folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
+def _cache_folder(folder: pathlib.Path | None) -> pathlib.Path:
   configured = folder or os.environ.get("JAXKV_CACHE")
   if configured:
     return pathlib.Path(configured)
@@ -216,56 +209,9 @@ def _load(path: pathlib.Path, config: models.Decoder) -> Any:
     return None
 
 
-def train(
-  tokens: np.ndarray,
-  config: models.Decoder,
-  steps: int,
-  *,
-  progress: bool = True,
-) -> tuple[Any, np.ndarray]:
-  """Trains new parameters on random sections of one token stream.
-
-  Returns:
-    The parameters, and the loss of each step before its update, in nats per
-    token, float32[steps].
-
-  Raises:
-    ValueError: `steps` is below 1, or there are at most `MAX_LENGTH` tokens.
-  """
-  if steps < 1 or len(tokens) <= MAX_LENGTH:
-    raise ValueError(
-      f"`steps` must be at least 1 and `text` longer than {MAX_LENGTH}, got "
-      f"{steps} steps and {len(tokens)} tokens; increase them."
-    )
-  optimizer = _optimizer(steps)
-  params = models.init_params(jax.random.key(_SEED), config)
-  state = (params, optimizer.init(params))
-  data = jnp.asarray(tokens, jnp.int32)
-  losses = []
-  with tqdm.tqdm(
-    total=steps, desc="training", unit="step", disable=not progress
-  ) as bar:
-    for phase, first_step, end_step in _spans(steps):
-      step_indices = jnp.arange(first_step, end_step, dtype=jnp.int32)
-      state, span_losses = _run_span(
-        state, data, step_indices, config=config, steps=steps, phase=phase
-      )
-      losses.append(np.asarray(span_losses))
-      bar.set_postfix_str(f"{losses[-1].mean():.2f} nats", refresh=False)
-      bar.update(end_step - first_step)
-  return state[0], np.concatenate(losses)
-
-
-def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
-  """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
-  # Each pair of span length and phase needs a compilation. So all steps of a
-  # span use the phase of the first step, and only the last span can be shorter.
-  for first_step in range(0, steps, _SPAN):
-    phase = _PHASES[first_step * len(_PHASES) // steps]
-    yield phase, first_step, min(first_step + _SPAN, steps)
-
-
-def _optimizer(steps: int) -> optax.GradientTransformation:
+def train(tokens: np.ndarray, config: models.Decoder, sizes: Sizes) -> Any:
+  """Returns parameters trained on random sections of one token stream."""
+  steps = _SPAN * len(sizes)
   schedule = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=_LEARNING_RATE,
@@ -273,52 +219,50 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
     decay_steps=steps,
     end_value=0.05 * _LEARNING_RATE,
   )
-  return optax.chain(
+  optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adamw(schedule, b2=0.99, weight_decay=0.1),
   )
 
+  @functools.partial(
+    jax.jit, static_argnames=("context", "batch_size"), donate_argnums=0
+  )
+  def run_span(
+    state: Any, data: Any, step_indices: Any, context: int, batch_size: int
+  ) -> Any:
+    def step(state: Any, step_index: jax.Array) -> tuple[Any, None]:
+      params, opt_state = state
+      # The key depends on the step, so that steps draw different batches.
+      key = jax.random.fold_in(jax.random.key(1), step_index)
+      starts = jax.random.randint(
+        key, (batch_size,), 0, data.size - context, jnp.int32
+      )
+      offsets = jnp.arange(context + 1, dtype=jnp.int32)
+      batch = data.at[starts[:, None] + offsets[None]].get(mode="fill")
+      gradients = jax.grad(_loss)(params, batch, config)
+      # adamw mixes a Python float with an int32 count, which raises if the
+      # caller has set strict dtype promotion.
+      with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+      return (optax.apply_updates(params, updates), opt_state), None
 
-@functools.partial(
-  jax.jit, static_argnames=("config", "steps", "phase"), donate_argnums=0
-)
-def _run_span(
-  state: Any,
-  data: jax.Array,
-  step_indices: jax.Array,
-  *,
-  config: models.Decoder,
-  steps: int,
-  phase: tuple[int, int],
-) -> tuple[Any, jax.Array]:
-  """Runs an optimizer step for each step index in a vector."""
-  optimizer = _optimizer(steps)
-  context, batch_size = phase
-  base_key = jax.random.key(_SEED + 1)
+    return jax.lax.scan(step, state, step_indices)[0]
 
-  def loss_of(params: Any, batch: jax.Array) -> jax.Array:
-    inputs = batch[:, :-1]
-    targets = batch[:, 1:]
-    steps = jnp.arange(context, dtype=jnp.int32)
-    positions = jnp.broadcast_to(steps[None], inputs.shape)
-    logits = models.forward_uncached(params, inputs, positions, config=config)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.mean(losses)
+  params = models.init_params(jax.random.key(0), config)
+  state = (params, optimizer.init(params))
+  data = jnp.asarray(tokens, jnp.int32)
+  for index, size in enumerate(tqdm.tqdm(sizes, desc="training")):
+    step_indices = index * _SPAN + jnp.arange(_SPAN, dtype=jnp.int32)
+    state = jax.block_until_ready(run_span(state, data, step_indices, *size))
+  return state[0]
 
-  def step(state: Any, step_index: jax.Array) -> tuple[Any, jax.Array]:
-    params, opt_state = state
-    key = jax.random.fold_in(base_key, step_index)
-    # The key depends on the step number, so that spans draw different batches.
-    starts = jax.random.randint(
-      key, (batch_size,), 0, data.size - context, jnp.int32
-    )
-    offsets = jnp.arange(context + 1, dtype=jnp.int32)
-    batch = data.at[starts[:, None] + offsets[None]].get(mode="fill")
-    loss, gradients = jax.value_and_grad(loss_of)(params, batch)
-    # adamw mixes a Python float with an int32 count, which raises if the caller
-    # has set strict dtype promotion.
-    with jax.numpy_dtype_promotion("standard"):
-      updates, opt_state = optimizer.update(gradients, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), loss
 
-  return jax.lax.scan(step, state, step_indices)
+def _loss(params: Any, batch: jax.Array, config: models.Decoder) -> jax.Array:
+  """Returns the mean loss of the tokens after the first, in nats."""
+  inputs = batch[:, :-1]
+  positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)
+  positions = jnp.broadcast_to(positions[None], inputs.shape)
+  logits = models.forward_uncached(params, inputs, positions, config=config)
+  return jnp.mean(
+    optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+  )

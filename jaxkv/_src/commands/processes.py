@@ -92,14 +92,10 @@ def start(processes: Processes) -> None:
 
 
 def wait_for_all(client: Any, total: int) -> None:
-  """Waits until all processes have called this function, once.
-
-  Args:
-    client: jax's client of the coordination service.
-    total: the number of processes.
+  """Waits until all `total` processes have called this function, once.
 
   Raises:
-    JaxRuntimeError: the service does not answer.
+    JaxRuntimeError: the coordination service does not answer.
   """
   client.key_value_set(_KEY.format(jax.process_index()), "")
   for number in range(total):

@@ -1,6 +1,5 @@
 """Protocols of a caller's functions, their arguments, and checks of results."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -158,7 +157,7 @@ def check_model(model: Any, config: RolloutConfig) -> None:
       "config=config)."
     )
   # Without this check, shards that make fewer calls would block the others.
-  axis = getattr(model, "keywords", {}).get("expert_axis")
+  axis = _keyword(model, "expert_axis")
   if axis not in (None, config.lockstep_axis):
     raise ValueError(
       "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
@@ -169,9 +168,7 @@ def check_model(model: Any, config: RolloutConfig) -> None:
 
 def check_numerics(config: RolloutConfig, model: Model) -> None:
   """Raises ValueError if the `config` bound in `model` has other numerics."""
-  if not isinstance(model, functools.partial):
-    return
-  numerics = getattr(model.keywords.get("config"), "numerics", None)
+  numerics = getattr(_keyword(model, "config"), "numerics", None)
   if numerics is not None and numerics != config.numerics:
     raise ValueError(
       f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
@@ -181,9 +178,12 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
 
 def vocab_size_of(model: Model) -> int | None:
   """Returns the `vocab_size` of the `config` bound in `model`; None without."""
-  if not isinstance(model, functools.partial):
-    return None
-  return getattr(model.keywords.get("config"), "vocab_size", None)
+  return getattr(_keyword(model, "config"), "vocab_size", None)
+
+
+def _keyword(model: Any, name: str) -> Any:
+  """Returns a keyword argument that is bound in a `functools.partial`."""
+  return getattr(model, "keywords", {}).get(name)
 
 
 def check_result(

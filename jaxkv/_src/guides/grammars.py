@@ -65,12 +65,6 @@ def byte_range(low: int, high: int) -> ByteSet:
   return ByteSet((1 << (high + 1)) - (1 << low))
 
 
-def literal(text: str | bytes) -> Grammar:
-  """Returns the grammar of one text; a `str` is encoded as UTF-8."""
-  data = text.encode() if isinstance(text, str) else text
-  return Chain(tuple(ByteSet(1 << byte) for byte in data))
-
-
 def chain(*parts: Grammar) -> Grammar:
   """Returns the concatenation of parts."""
   return parts[0] if len(parts) == 1 else Chain(parts)

@@ -187,18 +187,14 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
   queue = collections.deque([0])
   while queue:
     state = queue.popleft()
-    ends[state] = _lower_index(ends[state], ends[fallback[state]])
+    indices = {ends[state], ends[fallback[state]]} - {-1}
+    ends[state] = min(indices, default=-1)
     table[state] = table[fallback[state]]
     for byte, child in children[state].items():
       fallback[child] = int(table[state, byte])
       table[state, byte] = child
       queue.append(child)
   return table, np.array(ends, np.int32)
-
-
-def _lower_index(number: int, other: int) -> int:
-  """Returns the lower of two indices, where -1 means none."""
-  return max(number, other) if min(number, other) < 0 else min(number, other)
 
 
 def _lists(

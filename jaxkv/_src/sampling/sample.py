@@ -123,21 +123,16 @@ def sample_tokens(
   A row with a NaN or +inf, or with -inf only, gets an arbitrary token of the
   vocabulary and the log-probability NaN.
 
-  Args:
-    keys: key[R], the random key of each row's sequence.
-    counts: int32[R], the number of tokens that the sequence has generated.
-    logits: floats [R, V]; cast to float32.
-    sampling: settings of these R rows, see `settings.rows`.
-    raw_logits: floats [R, V], the model's logits before `penalties.adjust`;
-      None if `logits` are the model's logits.
-    raw_log_probs: True to return log-probs in the model's distribution.
-    unfiltered_log_probs: True to return log-probs before the filters.
-    entropy: True to return the entropy of the model's distribution.
-    top_log_probs: X, the number of most likely tokens to return.
-    exact: True to make the bits of a row's result independent of other rows.
-      Without filters, `log_probs` are then those of `log_probs.of_tokens`.
-    parts: the number of devices that split rows by vocabulary, see
-      `reductions`. Ignored if `exact`, or if it does not divide V.
+  `keys`, key[R], are those of the rows' sequences, which have generated
+  `counts`, int32[R], tokens. `sampling` has the settings of these R rows.
+  `raw_logits` are the model's logits before `penalties.adjust`, None if
+  `logits`, floats [R, V], are. `RolloutConfig` documents the options from
+  `raw_log_probs` to `top_log_probs`.
+
+  With `exact`, the bits of a row's result do not depend on other rows. Without
+  filters, `log_probs` are then those of `log_probs.of_tokens`. Otherwise
+  `parts` devices can split rows by vocabulary, see `reductions`; 1 is used if
+  `parts` does not divide V.
 
   Returns:
     The tokens and their statistics. The log-prob of a greedy token is taken at
@@ -342,12 +337,9 @@ def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:
 def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   """Inverts the cumulative distribution of each row at a uniform number.
 
-  Args:
-    weights: float32[R, X], not negative, with a positive one in every row.
-    uniforms: float32[R], in [0, 1).
-
-  Returns:
-    int32[R], indices of positive weights.
+  `weights`, float32[R, X], are not negative, with a positive one in every row,
+  and `uniforms`, float32[R], are in [0, 1). Returns int32[R], indices of
+  positive weights.
   """
   # A matmul computes the prefix sums, because `cumsum` takes ten times as long
   # on a CPU. The triangle is a host constant, because XLA would otherwise build

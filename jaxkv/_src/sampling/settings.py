@@ -369,13 +369,9 @@ def _check_biases(name: str, values: np.ndarray) -> None:
 def rows(sampling: Sampling, sequences: Array) -> Sampling:
   """Gathers the settings of the sequences in R rows.
 
-  A row without a sequence is greedy if temperatures are set, and its other
-  settings are off. `stop_strings` are not gathered.
-
-  Args:
-    sampling: from `as_sampling`.
-    sequences: int32[R], the sequence of each row; out of range for an empty
-      row.
+  A row without a sequence, whose entry of `sequences` int32[R] is out of range,
+  is greedy if temperatures are set, and its other settings are off.
+  `stop_strings` are not gathered.
 
   Examples:
     >>> sampling = as_sampling(Sampling(top_k=[3, 4]), 2)
@@ -405,15 +401,10 @@ def rows(sampling: Sampling, sequences: Array) -> Sampling:
 
 
 def put(sampling: Sampling, sequences: Array, new: Sampling) -> Sampling:
-  """Replaces the settings of R sequences.
+  """Replaces the settings of R sequences, distinct or out of range.
 
   A field that is None in `new` is turned off for these sequences. Stop strings
   do not change; the caller replaces them.
-
-  Args:
-    sampling: from `as_sampling`, of Q sequences.
-    sequences: int32[R], distinct sequences; out of range for rows to skip.
-    new: from `as_sampling`, of R sequences.
 
   Raises:
     ValueError: `new` has longer lists than `sampling`, or sets a field that is

@@ -46,16 +46,9 @@ def observe(
 ) -> Records:
   """Computes log-probs of tokens, and optionally entropy and top tokens.
 
-  The arrays of the result have R rows in place of [Q, W].
-
-  Args:
-    logits: float32[R, V].
-    tokens: int32[R].
-    log_probs: float32[R], log-probs of the drawn tokens. They are used only to
-      make XLA finish the draw first.
-    entropy: True to compute the entropy.
-    top_log_probs: X, the number of most likely tokens, at most V.
-    parts: a divisor of V, see `reductions`.
+  The arrays of the result have R rows in place of [Q, W]. `logits` are
+  float32[R, V], and `tokens` int32[R]. Their `log_probs`, float32[R], are used
+  only to make XLA finish the draw first. `parts` divides V, see `reductions`.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
   # longer than the work. So a condition makes the logits depend on the draw.

@@ -138,9 +138,6 @@ def gated_delta_rule(
     The outputs [B, T, H, Dv] in v's dtype, zeros past `num_tokens`, and the
     state after `num_tokens` tokens, float32[B, H, Dk, Dv].
 
-  Raises:
-    ValueError: H is not a multiple of K, or `chunk` is less than 1.
-
   Examples:
     >>> ones = jnp.ones((1, 2, 1, 1))
     >>> out, state = gated_delta_rule(
@@ -156,12 +153,6 @@ def gated_delta_rule(
     ([4.0, 6.0], 6.0)
   """
   batch, columns, heads, value_dim = v.shape
-  if heads % k.shape[2]:
-    raise ValueError(
-      f"`v` must have a multiple of the {k.shape[2]} heads of k, got {heads}."
-    )
-  if chunk < 1:
-    raise ValueError(f"`chunk` must be at least 1, got {chunk}.")
   chex.assert_equal_shape([q, k])
   chex.assert_shape([decay, beta], (batch, columns, heads))
   chex.assert_shape(state, (batch, heads, k.shape[3], value_dim))

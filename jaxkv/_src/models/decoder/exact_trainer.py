@@ -156,14 +156,9 @@ def _attend(
 ) -> jax.Array:
   """Computes causal attention of Y consecutive tokens in each of Z sequences.
 
-  Args:
-    q: [Z, Y, H, D], queries of the Y tokens.
-    k: [Z, T, K, D], keys of all tokens, or latents.
-    v: [Z, T, K, D], values of all tokens; None for latents.
-    starts: int32[Z], the number of tokens before the first query.
-    options: see `jaxkv.kv.attend`.
-    dtype: dtype of keys and values in pages.
-    value_dim: see `jaxkv.kv.init`; None unless `k` has latents.
+  The queries q [Z, Y, H, D] come after `starts`, int32[Z], tokens. `k` has the
+  keys [Z, T, K, D] of all tokens, or latents, for which `v` is None. `dtype` is
+  that of pages; see `jaxkv.kv.init` for `value_dim`.
   """
   rows, tokens, heads, dim = k.shape
   pages = -(-tokens // _PAGE_SIZE)

@@ -25,16 +25,10 @@ def of_tokens(
 ) -> jax.Array:
   """Computes log-probs of tokens without storing the logits of all positions.
 
-  Logits are computed in chunks of positions, and recomputed for the gradient.
-
-  Args:
-    params: parameters of the decoder.
-    x: [..., E], output of the last layer at each position.
-    tokens: int32[..., S], S alternative next tokens of each position.
-    temperature: float32[], above 0, the divisor of the logits.
-    config: static; the decoder.
-    max_logits: static; the maximum number of logits per chunk. A chunk has at
-      least one position.
+  Logits are computed in chunks of at least one position and at most
+  `max_logits` logits, and recomputed for the gradient. `x`, [..., E], is the
+  last layer's output, `tokens`, int32[..., S], are S alternative next tokens of
+  each position, and `temperature`, float32[], is above 0.
 
   Returns:
     float32[..., S]; NaN for a token outside the vocabulary.

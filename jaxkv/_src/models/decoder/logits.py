@@ -31,15 +31,9 @@ def run(
 ) -> tuple[jax.Array, Pools]:
   """Returns logits float32[B, P, V] of P tokens per sequence, and the pools.
 
-  Args:
-    params: parameters of the decoder.
-    tokens: int32[B, T].
-    positions: int32[B, T].
-    pools: the memory that `access` reads and writes.
-    access: a `PagedKV` or `UncachedKV` of `kv_access`.
-    num_tokens: int32[B], the tokens in each row; needed only for "last".
-    selection: the P tokens that get logits, by name or as columns int32[P].
-    config: static; the decoder.
+  `tokens` and `positions` are int32[B, T], `access` is a `PagedKV` or
+  `UncachedKV`, and `selection` has the P tokens by name or as columns int32[P].
+  Only "last" needs `num_tokens`, int32[B].
   """
   _check_selection(tokens, num_tokens, selection)
   check_params(params, config)

@@ -53,17 +53,12 @@ def mixture(
   replay: jax.Array | None = None,
   axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies a mixture of experts.
+  """Applies a mixture of experts to x [B, T, E].
 
-  Args:
-    x: [B, T, E].
-    weights: parameters of the layer.
-    experts: static; the description of the mixture.
-    replay: int32[B, T, k], experts to use in place of the router's choice. The
-      router chooses if all k ids of a token are negative, or if `replay` is
-      None. An id out of range makes the output of its token NaN.
-    axis: static; the mesh axis over which the experts are distributed; None if
-      each device has all of them.
+  `replay`, int32[B, T, k], has experts to use in place of the router's choice.
+  The router chooses if all k ids of a token are negative, or if `replay` is
+  None. An id out of range makes the output of its token NaN. If `axis` is not
+  None, the experts are distributed over this mesh axis.
 
   Returns:
     The output [B, T, E] and the experts that each token used, int32[B, T, k].

@@ -9,11 +9,8 @@ def rms_norm(
 ) -> jax.Array:
   """Normalizes the last axis of x by its root mean square, and scales it.
 
-  Args:
-    x: float[..., X] of any dtype; the norm is computed in float32.
-    weight: float[X], a factor of each element.
-    eps: added to the mean square.
-    offset: added to `weight`.
+  The norm is computed in float32. `eps` is added to the mean square, and
+  `offset` to `weight`, float[X].
   """
   wide = x.astype(jnp.float32)
   square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)

@@ -268,7 +268,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
   # each shape of a draw.
   num_random = sum(
     math.prod(leaf.shape)
-    for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf)
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Leaf))
     if leaf.fan_in
   )
   noise = jax.random.normal(key, (num_random,), jnp.float32)
@@ -300,7 +300,3 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return tuple(arrays(child) for child in node)
 
   return arrays(tree)
-
-
-def _is_leaf(node: Any) -> bool:
-  return isinstance(node, Leaf)

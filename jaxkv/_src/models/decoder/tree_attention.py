@@ -30,20 +30,11 @@ def attend(
   soft_cap: float | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Computes softmax attention in trees.
+  """Computes softmax attention of q [N, T, H, D]: [N, T, H, X] in q's dtype.
 
-  Args:
-    tree: the layout of the trees in rows.
-    q: [N, T, H, D] queries.
-    k: [N, T, K, D] keys; K divides H.
-    v: [N, T, K, X] values.
-    window: static; see `Attention`.
-    scale: static; see `Attention`.
-    soft_cap: static; see `Attention`.
-    sinks: [H], an additional logit of each head's softmax; None for no sinks.
-
-  Returns:
-    [N, T, H, X] in q's dtype.
+  Keys are [N, T, K, D] and values [N, T, K, X]; K divides H. `sinks`, [H], are
+  an additional logit of each head's softmax. The other options are static, see
+  `Attention`.
   """
   factor = q.shape[3] ** -0.5 if scale is None else scale
   keys = tree.split(k)

@@ -88,12 +88,9 @@ def assemble(
   tensors: Tensors,
   tick: Callable[[], Any] = lambda: None,
 ) -> leaves.Params:
-  """Reads the tensors and assembles the parameters.
+  """Reads the tensors, which `check` accepts, and assembles the parameters.
 
-  Args:
-    weight_map: the weight map. Call `check` first.
-    tensors: the tensors.
-    tick: a function to call after each `Source` is read.
+  Calls `tick` after each `Source` is read.
   """
   dtype = weight_map.decoder.dtype
 

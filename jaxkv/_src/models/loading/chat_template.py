@@ -4,12 +4,10 @@ Templates are written for `apply_chat_template` of transformers, so they get the
 variables, filters and functions that transformers 5.24 gives them.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -133,33 +131,28 @@ def choose(template: str | Mapping[str, str] | None, has_tools: bool) -> str:
   return template["default"]
 
 
-def literals(template: str) -> str:
-  """Returns the text and the string constants of a template, in one string."""
-  environment = _environment()
-  jinja2 = extra_package("jinja2", install="jaxkv[hf]", task=_TASK)
-  with _refused_as_value_error():
-    tree = environment.parse(_GENERATION.sub(r"\1with", template))
-  strings = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
-  constants = [node.value for node in tree.find_all(jinja2.nodes.Const)]
-  strings += [value for value in constants if isinstance(value, str)]
-  # A separator, so that two strings never join.
-  return "\0".join(strings)
-
-
 def render(template: str, variables: Mapping[str, Any]) -> str:
   """Renders a template with the given variables, such as `messages`."""
-  environment = _environment()
-  with _refused_as_value_error():
-    template = _GENERATION.sub(r"\1with", template)
-    return environment.from_string(template).render(**variables)
-
-
-@contextlib.contextmanager
-def _refused_as_value_error() -> Iterator[None]:
+  # A template is a program of a third party, so it runs in a sandbox.
+  sandbox = extra_package(
+    "jinja2.sandbox", install="jaxkv[hf]", task="To render a chat template"
+  )
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+  )
+  # Jinja's own filter `tojson` escapes characters for HTML.
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _refuse
+  now = datetime.datetime.now()
+  environment.globals["strftime_now"] = now.strftime
+  template = _GENERATION.sub(r"\1with", template)
   try:
-    yield
+    return environment.from_string(template).render(**variables)
   except _RefusedError as error:
-    raise ValueError(str(error)) from error
+    raise ValueError(
+      f"the chat template refuses the conversation: {error}; change the "
+      "messages."
+    ) from error
   # A template can raise any exception.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -169,31 +162,12 @@ def _refused_as_value_error() -> Iterator[None]:
     ) from error
 
 
-_TASK = "To render a chat template"
-
-
-def _environment() -> Any:
-  # A template is a program of a third party, so it runs in a sandbox.
-  sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=_TASK)
-  environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-  )
-  # Jinja's own filter `tojson` escapes characters for HTML.
-  environment.filters["tojson"] = _to_json
-  environment.globals["raise_exception"] = _refuse
-  environment.globals["strftime_now"] = _now
-  return environment
-
-
 class _RefusedError(Exception):
   """The template called `raise_exception`."""
 
 
 def _refuse(message: str) -> None:
-  raise _RefusedError(
-    f"the chat template refuses the conversation: {message}; change the "
-    "messages."
-  )
+  raise _RefusedError(message)
 
 
 def _to_json(
@@ -214,7 +188,3 @@ def _to_json(
     # An escaped mark would no longer protect the text within.
     text = text.replace(json.dumps(mark)[1:-1], mark)
   return text
-
-
-def _now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)

@@ -80,12 +80,7 @@ def _dtype(values: dict[str, Any], file: str) -> Any:
 def _stop_tokens(
   folder: pathlib.Path, config: dict[str, Any]
 ) -> tuple[int, ...]:
-  """Returns the ids of the tokens that end a text or a chat message.
-
-  Args:
-    folder: the folder of the checkpoint.
-    config: the values of its config.json.
-  """
+  """Returns the ids of the tokens that end a text or a chat message."""
   # generation_config.json takes precedence, because chat models can end a
   # message with a token that config.json lacks.
   value = config.get("eos_token_id")

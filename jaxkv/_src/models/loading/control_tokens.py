@@ -12,18 +12,18 @@ MARKS = "\U000f0000\U000f0001"
 """Private characters before and after a control token."""
 
 
-def control_tokens(core: Any, literals: str) -> list[str]:
+def control_tokens(core: Any, template: str) -> list[str]:
   """Returns the control tokens of a `tokenizers.Tokenizer`, the longest first.
 
-  These are its special tokens, and added tokens that `literals` has, the text
-  of the chat template. White space is not a control token.
+  These are its special tokens, and added tokens that the template has. White
+  space is not a control token.
   """
   added = core.get_added_tokens_decoder().values()
   names = {
     token.content
     for token in added
     if token.special
-    or (token.content in literals and not token.content.isspace())
+    or (token.content in template and not token.content.isspace())
   }
   return sorted(names, key=len, reverse=True)
 
@@ -55,7 +55,7 @@ def encode_marked(core: Any, text: str, tokens: Iterable[str]) -> list[int]:
   # A template can separate a mark from its token. The mark alone still
   # separates the text on its two sides.
   pieces = re.split(f"{MARKS[0]}({pattern}){MARKS[1]}|[{MARKS}]", text)
-  ids = core.encode(pieces[0], add_special_tokens=False).ids
+  ids = _encode(core, pieces[0])
   for index, piece in enumerate(pieces[1:], start=1):
     # The pieces with odd indices are control tokens, or None for a mark alone.
     if piece and index % 2:

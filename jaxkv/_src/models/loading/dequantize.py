@@ -19,9 +19,7 @@ _E2M1 = np.array(
 def fp8_blocks(tensors: Tensors, block: tuple[int, int]) -> Tensors:
   """Dequantizes each float8_e4m3fn tensor `X` with its scales `X_scale_inv`.
 
-  Args:
-    tensors: the tensors of a checkpoint.
-    block: the numbers of rows and columns of `X` that share a scale.
+  `block` has the numbers of rows and columns of `X` that share a scale.
   """
   out = dict(tensors)
   for name, tensor in tensors.items():

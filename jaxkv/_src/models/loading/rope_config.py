@@ -138,9 +138,7 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
 def magnitude(factor: float, mscale: float) -> float:
   """Returns the factor by which YaRN multiplies queries and keys.
 
-  Args:
-    factor: new context length divided by the original context length.
-    mscale: coefficient of the logarithm of `factor`.
+  `factor` is the new context length divided by the original one.
   """
   return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

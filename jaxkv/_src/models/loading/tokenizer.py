@@ -147,7 +147,7 @@ class Tokenizer:
       text = chat_template.render(template, self.variables | inputs)
       # The template has written the special tokens.
       return self.encode(text, special=False)
-    tokens = control_tokens(self.core, chat_template.literals(template))
+    tokens = control_tokens(self.core, template)
     marked = self.variables | mark(inputs, tokens)
     text = chat_template.render(template, marked)
     _check_unicode(text)

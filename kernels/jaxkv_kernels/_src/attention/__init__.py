@@ -1,8 +1,9 @@
-"""Paged attention: one reference, one interface, several backends.
+"""Paged attention: one interface, several backends.
+
+`tests/kernels/reference.py` is the definition, in float64 NumPy.
 
 | module | contents |
 |---|---|
-| `reference` | the definition, in float64 NumPy |
 | `api` | `paged_decode`, `paged_attention_padded`, `paged_attention` |
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
@@ -21,8 +22,7 @@
 | `mosaic_tpu` | backend: Pallas Mosaic, for TPUs |
 
 The folder of a backend has a module `backend`, which implements
-`choose.Backend`. Backends written in Pallas also have a module `kernel`, and
-those for GPUs a module `compat`, which wraps functions of Pallas.
+`choose.Backend`. Backends written in Pallas also have a module `kernel`.
 
 Letters in all of these modules:
 

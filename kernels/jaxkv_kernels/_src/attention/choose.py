@@ -79,15 +79,7 @@ class Backend(Protocol):
 def choose_backend(
   operation: str, backend: str, call: AttentionCall
 ) -> Backend:
-  """Chooses the backend of a call.
-
-  Args:
-    operation: the name of the public function, for the log and errors.
-    backend: one of `BACKENDS`.
-    call: as for `Backend.unsupported`.
-
-  Returns:
-    The backend's module.
+  """Chooses the backend of a call of the public function `operation`.
 
   Raises:
     NotImplementedError: `backend` is unknown or does not support the call.
@@ -149,13 +141,9 @@ def target(backend: str, *arrays: Any) -> str:
 
 
 def platform(*arrays: Any) -> str:
-  """Returns the platform on which a call most likely runs.
+  """Returns the platform on which a call with these arrays most likely runs.
 
-  Args:
-    *arrays: arguments of the call, traced or not.
-
-  Returns:
-    "cpu", "cuda", "rocm", "tpu" or another of jax's names.
+  This is "cpu", "cuda", "rocm", "tpu" or another of jax's names.
   """
   for array in arrays:
     devices = check.devices_of(array)

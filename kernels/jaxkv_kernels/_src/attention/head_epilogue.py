@@ -11,16 +11,9 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 
 def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
-  """Returns the factor of each query head's logits, before the soft cap.
+  """Returns the factor of the logits before the soft cap, float32[H].
 
-  Args:
-    options: options of the call. A `k_scale` with one number for each K/V head
-      is part of the factor.
-    heads: H, the number of query heads.
-    kv_heads: K, the number of key-value heads.
-
-  Returns:
-    float32[H].
+  A `k_scale` with one number for each K/V head is part of the factor.
   """
   scale = jnp.full((heads,), options.scale, jnp.float32)
   if options.k_scale is None or options.k_scale.ndim != 1:
@@ -33,15 +26,9 @@ def finish(
 ) -> tuple[jax.Array, jax.Array]:
   """Applies sinks, and `v_scale` if it has one number for each K/V head.
 
-  Args:
-    out: float32[*X, H, Dv] for any axes *X, divided by the softmax denominator
-      without sinks; 0 for queries without keys.
-    lse: float32[*X, H], -inf for queries without keys.
-    is_query: bool[*X], False for padding.
-    options: options of the call.
-
-  Returns:
-    (float32[*X, H, Dv], float32[*X, H]).
+  For any axes *X, `out` is float32[*X, H, Dv], divided by the softmax
+  denominator without sinks, and `lse` is float32[*X, H]; 0 and -inf for queries
+  without keys. `is_query`, bool[*X], is False for padding.
   """
   chex.assert_equal_shape_prefix([out, lse, is_query], is_query.ndim)
   scale = options.v_scale

@@ -30,15 +30,9 @@ def logits(
 ) -> jax.Array:
   """Converts products of queries and keys to logits in base 2.
 
-  Args:
-    products: float32[Y, A].
-    factor: float32[], by which products are multiplied.
-    distance: int32[Y, A], the key's position minus the query's.
-    soft_cap: as in `CallOptions`.
-    slopes: float32[Y], the ALiBi slope of each row; or None.
-
-  Returns:
-    float32[Y, A].
+  Products and logits are float32[Y, A], `factor` is float32[]. `distance`,
+  int32[Y, A], is the key's position minus the query's. `slopes`, float32[Y],
+  are the ALiBi slopes of the rows, or None.
   """
   if soft_cap is None and slopes is None:
     return products * (factor * LOG2_E)

@@ -77,14 +77,15 @@ class AttentionOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallOptions:
+class CallOptions(AttentionOptions):
   """Checked options of one call, with defaults filled in, for backends.
+
+  Sinks, slopes and factors are float32. A `window` is an int of at least 1, or
+  int32[]. `k_scale` and `v_scale` are both arrays or both None.
 
   Attributes:
     page_offset: added to every page id, to select a layer of the pool.
-    scale: the fields from `scale` to `tree_mask` are as in `AttentionOptions`.
-      `k_scale` and `v_scale` are both arrays or both None. A static `window` is
-      at least 1.
+    scale: factor of the logits.
     tree_starts: the position of each row's first key to which `tree_mask`
       applies; None without a mask, or until `calls` sets it.
     value_dim: Dv of latent attention, in which a value is the first Dv elements
@@ -93,14 +94,7 @@ class CallOptions:
   """
 
   page_offset: jax.Array  # int32[]
-  scale: jax.Array | float  # float or float[]
-  soft_cap: float | None = None
-  window: jax.Array | int | None = None  # int or int32[]
-  sinks: jax.Array | None = None  # float32[H]
-  alibi_slopes: jax.Array | None = None  # float32[H]
-  k_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
-  v_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
-  tree_mask: jax.Array | None = None  # bool[B, T, X]
+  scale: jax.Array | float = 1.0  # float or float[]
   tree_starts: jax.Array | None = None  # int32[B]
   value_dim: int | None = None
   interpret: Any = False
@@ -161,19 +155,8 @@ def check_options(
 ) -> CallOptions:
   """Checks the options of a call and fills in defaults.
 
-  Checks only the device of `tree_mask`; `calls` checks its dtype and shape.
-
-  Args:
-    options: the caller's options.
-    q: [..., H, D], checked.
-    k_pages: [N, K, S, D], checked.
-    v_pages: [N, K, S, Dv], checked.
-    page_offset: an integer scalar.
-    value_dim: Dv of latent attention, checked; or None.
-    interpret: passed on unchecked.
-
-  Returns:
-    The options, with arrays in the dtypes that `CallOptions` names.
+  Of `tree_mask`, only the device is checked; `calls` checks its dtype and
+  shape. `q`, the pools, `value_dim` and `interpret` are already checked.
 
   Raises:
     TypeError: an option has a type or dtype that is not supported.
@@ -204,7 +187,8 @@ def check_options(
     hint = "give both scales, or neither"
     check.refuse(ValueError, f"options.{missing}", "an array", None, hint)
   for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
-    fields[name] = _float32(fields[name])
+    if fields[name] is not None:
+      fields[name] = jnp.asarray(fields[name], jnp.float32)
   fields["scale"] = dim**-0.5 if options.scale is None else options.scale
   # Windows are int32 even in 64-bit mode, because positions are.
   if options.window is not None and not isinstance(options.window, int):
@@ -227,7 +211,3 @@ def as_options(options: AttentionOptions | None) -> AttentionOptions:
       f" {type(options).__name__}; make one with AttentionOptions(...)."
     )
   return options
-
-
-def _float32(values: jax.Array | None) -> jax.Array | None:
-  return None if values is None else jnp.asarray(values, jnp.float32)

@@ -79,10 +79,7 @@ def reach(call: AttentionCall) -> Reach:
 def tile(call: AttentionCall, *, tile_size: int, multiple: int) -> Tiles:
   """Cuts a rectangle into tiles; the tiles of a sequence are consecutive.
 
-  Args:
-    call: the rectangle and its pages.
-    tile_size: the number of queries of a tile.
-    multiple: Y, the rows of a tile, is rounded up to a multiple of this number.
+  Y, the rows of a tile of `tile_size` queries, is rounded up to a `multiple`.
   """
   columns, heads, dim = call.q.shape[1:]
   kv_heads = call.k_pages.shape[1]
@@ -121,12 +118,7 @@ def trees(
 ) -> tuple[jax.Array, jax.Array]:
   """Cuts a tree mask into tiles of Y `rows` and blocks of A `tokens`.
 
-  Args:
-    options: options of a call with a tree mask.
-    per_kv_head: H / K.
-    tile_size: the number of queries of a tile.
-    rows: Y.
-    tokens: A.
+  A tile has `tile_size` queries, with `per_kv_head`, H / K, heads each.
 
   Returns:
     (int8[Z, J, Y, A], 0 for a key that the tree mask hides from a row;

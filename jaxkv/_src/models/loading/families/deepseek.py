@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
@@ -84,18 +83,11 @@ def _map(
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"), activation=experts.activation
   )
-  decoder = Decoder(
-    vocab_size=config.size("vocab_size"),
-    embed_dim=config.size("hidden_size"),
-    layers=tuple(
-      Layer(attention=attention, mlp=mlp if index < num_dense else experts)
-      for index in range(num_layers)
-    ),
-    norm_eps=1e-6,
-    tied_embeddings=config.flag("tie_word_embeddings", False),
-    dtype=dtype,
+  blocks = (
+    Layer(attention=attention, mlp=mlp if index < num_dense else experts)
+    for index in range(num_layers)
   )
-
+  decoder = layers.decoder(config, dtype, blocks)
   # The tensors of layers after the first `num_layers` are ignored. They are for
   # multi-token prediction, which is not supported.
   count = config.count("num_nextn_predict_layers", 0)

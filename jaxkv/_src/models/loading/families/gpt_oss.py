@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from jaxkv._src.models.decoder.description import Attention
-from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.loading import rope_config
@@ -62,19 +61,11 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
     biased=True,
     limit=config.number("swiglu_limit", 7.0),
   )
-  decoder = Decoder(
-    vocab_size=config.size("vocab_size"),
-    embed_dim=config.size("hidden_size"),
-    layers=tuple(
-      Layer(
-        attention=dataclasses.replace(attention, window=window), mlp=experts
-      )
-      for window in windows
-    ),
-    norm_eps=config.number("rms_norm_eps", 1e-5),
-    tied_embeddings=config.flag("tie_word_embeddings", False),
-    dtype=dtype,
+  blocks = (
+    Layer(attention=dataclasses.replace(attention, window=window), mlp=experts)
+    for window in windows
   )
+  decoder = layers.decoder(config, dtype, blocks, default_eps=1e-5)
   names = _names(experts, decoder.embed_dim)
   return weight_map(decoder, lambda _: names)
 

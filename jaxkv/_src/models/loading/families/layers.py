@@ -1,6 +1,11 @@
 """Names of tensors and settings that several families share."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from jaxkv._src.models.decoder.description import Activation
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.weight_maps import Name
 
@@ -36,6 +41,26 @@ NAMES: dict[str, Name] = {
   "expert_up": "mlp.experts.{}.up_proj.weight",
   "expert_down": "mlp.experts.{}.down_proj.weight",
 }
+
+
+def decoder(
+  config: ConfigFile,
+  dtype: Any,
+  layers: Iterable[Layer],
+  *,
+  default_eps: float = 1e-6,
+  **fields: Any,
+) -> Decoder:
+  """Returns a `Decoder` with the sizes that most families name alike."""
+  return Decoder(
+    vocab_size=config.size("vocab_size"),
+    embed_dim=config.size("hidden_size"),
+    layers=tuple(layers),
+    norm_eps=config.number("rms_norm_eps", default_eps),
+    tied_embeddings=config.flag("tie_word_embeddings", False),
+    dtype=dtype,
+    **fields,
+  )
 
 
 def activation(config: ConfigFile, key: str, default: str) -> Activation:

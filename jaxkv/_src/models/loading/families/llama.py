@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.models.decoder.description import Attention
-from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
@@ -179,15 +178,9 @@ def _map(
   names: dict[str, Name] = layers.NAMES,
   default_eps: float = 1e-6,
 ) -> WeightMap:
-  decoder = Decoder(
-    vocab_size=config.size("vocab_size"),
-    embed_dim=config.size("hidden_size"),
-    layers=tuple(
-      Layer(attention=dataclasses.replace(attention, window=window), mlp=mlp)
-      for window, mlp in zip(windows, mlps, strict=True)
-    ),
-    norm_eps=config.number("rms_norm_eps", default_eps),
-    tied_embeddings=config.flag("tie_word_embeddings", False),
-    dtype=dtype,
+  blocks = (
+    Layer(attention=dataclasses.replace(attention, window=window), mlp=mlp)
+    for window, mlp in zip(windows, mlps, strict=True)
   )
+  decoder = layers.decoder(config, dtype, blocks, default_eps=default_eps)
   return weight_map(decoder, lambda _: names)

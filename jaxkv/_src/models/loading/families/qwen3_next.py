@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.models.decoder.description import Attention
-from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.loading import rope_config
@@ -39,19 +38,11 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
     shared_dim=config.size("shared_expert_intermediate_size"),
     shared_gated=True,
   )
-  decoder = Decoder(
-    vocab_size=config.size("vocab_size"),
-    embed_dim=config.size("hidden_size"),
-    layers=tuple(
-      Layer(attention=attention if name == "full_attention" else delta, mlp=mlp)
-      for name, mlp in zip(_layer_types(config), mlps, strict=True)
-    ),
-    norm_eps=config.number("rms_norm_eps", 1e-6),
-    norm_offset=1.0,
-    tied_embeddings=config.flag("tie_word_embeddings", False),
-    dtype=dtype,
+  blocks = (
+    Layer(attention=attention if name == "full_attention" else delta, mlp=mlp)
+    for name, mlp in zip(_layer_types(config), mlps, strict=True)
   )
-
+  decoder = layers.decoder(config, dtype, blocks, norm_offset=1.0)
   # Ignores the tensors of multi-token prediction, which is not supported.
   names = functools.partial(_names, e=decoder.embed_dim)
   return weight_map(decoder, names, r"mtp\..*")

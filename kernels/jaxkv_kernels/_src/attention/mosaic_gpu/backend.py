@@ -215,12 +215,8 @@ def work_list(
 ) -> tuple[jax.Array, jax.Array, int]:
   """Cuts the keys that each tile sees into units of work.
 
-  Args:
-    tiles: the tiles of all sequences.
-    tree_first: int32[B], the block in which each sequence's tree begins.
-    capacity: M * S.
-    static: sizes of the kernel.
-    options: options of the call.
+  `tree_first`, int32[B], is the block in which each sequence's tree begins, and
+  `capacity` is M * S.
 
   Returns:
     (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile, then the
@@ -262,16 +258,7 @@ def work_list(
 def cuts(
   tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
-  """Returns the limits of a call's pieces.
-
-  Args:
-    tiles: the tiles of all sequences.
-    capacity: M * S.
-    static: sizes of the kernel.
-
-  Returns:
-    (the minimum number of blocks of a piece, the maximum pieces of a tile).
-  """
+  """Returns the minimum blocks of a piece, and the maximum pieces of a tile."""
   # The limits depend on shapes only, so a tile's pieces do not depend on the
   # lengths of other rows.
   contexts = tiles.q.shape[0] * static.kv_heads

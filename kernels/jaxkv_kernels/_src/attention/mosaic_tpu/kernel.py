@@ -72,13 +72,9 @@ def call(
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the kernel.
 
-  Args:
-    static: sizes and choices of the kernel.
-    firsts: int32[Z], the first token that each tile sees.
-    ends: int32[Z], one past the last token; 0 if a tile sees no token.
-    inputs: arrays by name, see `_in_specs`; scales, slopes and trees are
-      optional.
-    interpret: as in `CallOptions`.
+  `firsts`, int32[Z], are the first tokens that tiles see; `ends`, int32[Z], are
+  one past the last token, 0 for none. `inputs` has arrays by name, see
+  `_in_specs`, of which scales, slopes and trees are optional.
 
   Returns:
     (float32[Z, K, Y, Dv], float32[Z, K, Y, 1] natural log-sum-exps).

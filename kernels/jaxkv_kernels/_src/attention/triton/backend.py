@@ -15,12 +15,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.options import AttentionCall
-from jaxkv_kernels._src.attention.triton import compat
 from jaxkv_kernels._src.attention.triton.kernel import TritonStatic
 from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
@@ -54,6 +55,10 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`."""
   options = call.options
   static = _static(call)
+  tree = options.tree_mask
+  window = options.window
+  if window is not None:
+    window = jnp.asarray(window, jnp.int32).reshape(1)
   inputs = {
     "q": call.q,
     "k": call.k_pages,
@@ -63,21 +68,20 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     "counts": call.counts,
     "page_offset": options.page_offset.reshape(1),
     "scale": jnp.asarray(options.scale, jnp.float32).reshape(1),
-    "window": _as_int32(options.window),
+    "window": window,
     "slopes": options.alibi_slopes,
     "k_scale": options.k_scale,
     "v_scale": options.v_scale,
     # Triton has no pointers to single bits.
-    "tree": _as_int8(options.tree_mask),
+    "tree": None if tree is None else tree.astype(jnp.int8),
     "tree_starts": options.tree_starts,
   }
   has_few_sums = static.rows == _MIN_ROWS and call.options.value_dim is None
   shape = (static.splits, static.batch, static.columns, static.heads)
-  parts, totals = compat.call(
+  parts, totals = pl.pallas_call(
     functools.partial(
       attention_kernel, static=static, soft_cap=options.soft_cap
     ),
-    inputs,
     name="jaxkv_paged_attention",
     grid=(static.batch * static.kv_heads * static.tiles, static.splits),
     out_shape=(
@@ -85,10 +89,11 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
       query_tiles.float32((2, *shape), inputs),
     ),
     # With more sums, a program needs twice the threads to avoid spills.
-    num_warps=4 if has_few_sums else 8,
-    num_stages=3,
-    interpret=options.interpret,
-  )
+    compiler_params=plt.CompilerParams(
+      num_warps=4 if has_few_sums else 8, num_stages=3
+    ),
+    interpret=bool(options.interpret),
+  )(inputs)
   return _merge(parts, totals, options.sinks, call.is_query[:, :, None])
 
 
@@ -135,16 +140,6 @@ def _too_large(call: AttentionCall) -> str | None:
         f" bits, got {pages.size}"
       )
   return None
-
-
-def _as_int32(value: jax.Array | int | None) -> jax.Array | None:
-  if value is None:
-    return None
-  return jnp.asarray(value, jnp.int32).reshape(1)
-
-
-def _as_int8(mask: jax.Array | None) -> jax.Array | None:
-  return None if mask is None else mask.astype(jnp.int8)
 
 
 def _static(call: AttentionCall) -> TritonStatic:

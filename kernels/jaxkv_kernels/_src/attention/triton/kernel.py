@@ -120,7 +120,8 @@ def attention_kernel(
   for index, sums in enumerate((m, l)):
     plt.store(totals_ref.at[(index, *target)], sums, mask=rows.exists)
   out = online_softmax.normalise(l, weighted)
-  _write(out_ref, target, rows.exists, static.value_dim, out)
+  target, exists = _with_columns(target, rows.exists, 0, static.value_dim)
+  plt.store(out_ref.at[target], out, mask=exists)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,12 +279,6 @@ def _read(ref, index, mask, first_element: int, dim: int):
   """Reads vectors, with zeros for padding and where `mask` is False."""
   index, mask = _with_columns(index, mask, first_element, dim)
   return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def _write(ref, index, mask, dim: int, values) -> None:
-  """Writes vectors; the reverse of `_read`."""
-  index, mask = _with_columns(index, mask, 0, dim)
-  plt.store(ref.at[index], values, mask=mask)
 
 
 def _with_columns(index, mask, first_element: int, dim: int):

@@ -19,7 +19,6 @@ from jax.experimental.pallas import triton as plt
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
-from jaxkv_kernels._src.attention.triton import compat
 
 # Pieces that a program reads at once, to wait for memory only once.
 _PIECES = 16
@@ -48,7 +47,7 @@ def merge_pieces(
     max_pieces: the maximum number of pieces of a tile. The results of tile z
       begin at index `z * max_pieces`, and O is Z * max_pieces.
     rows: Y.
-    interpret: as for `compat.call`.
+    interpret: as in `CallOptions`.
 
   Returns:
     (float32[Z, K, Y, Dv], float32[Z, K, Y] natural log-sum-exps), 0 and -inf
@@ -67,19 +66,17 @@ def merge_pieces(
     out = jnp.where(has_piece, out[:, :, :rows], jnp.float32(0))
     return out, online_softmax.log_sum_exp(totals[:, :, 0, :rows], l)
   inputs = out, totals, first_units
-  return compat.call(
+  return pl.pallas_call(
     functools.partial(_kernel, max_pieces=max_pieces),
-    inputs,
     name="jaxkv_merge",
     grid=(tiles * kv_heads, rows),
     out_shape=(
       query_tiles.float32((tiles, kv_heads, rows, dim), inputs),
       query_tiles.float32((tiles, kv_heads, rows), inputs),
     ),
-    num_warps=4,
-    num_stages=2,
-    interpret=interpret,
-  )
+    compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+    interpret=bool(interpret),
+  )(inputs)
 
 
 def _kernel(refs, out_ref, lse_ref, *, max_pieces: int) -> None:

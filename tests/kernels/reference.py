@@ -2,7 +2,7 @@
 
 It is slow but easy to verify, because it computes one sequence, one head and
 one query at a time. It does not check arguments. Tests compare every backend
-with it. The docstring of the package `attention` defines the letters.
+with it. The docstring of `jaxkv_kernels._src.attention` defines the letters.
 
 A query at absolute position p sees the keys at positions 0..p, or with
 `window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
