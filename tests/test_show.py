@@ -16,6 +16,9 @@ _CONFIG = jaxkv.CacheConfig(
 )
 
 
+_SVG = "{http://www.w3.org/2000/svg}"
+
+
 def _ints(*numbers):
   return jnp.asarray(numbers, jnp.int32)
 
@@ -33,7 +36,7 @@ def state():
 
 def _texts(picture):
   root = xml.etree.ElementTree.fromstring(picture.svg)
-  return [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+  return [text.text for text in root.iter(f"{_SVG}text")]
 
 
 def test_pages_are_classified(state):
@@ -60,6 +63,23 @@ def test_pages_slots_and_the_free_queue_are_drawn(state):
   free = [str(page) for page in jaxkv.free_pages(state)]
   start = len(texts) - len(free)
   assert [text for text in texts if text.isdigit()][-len(free) :] == free, start
+
+
+def test_a_page_has_its_number_in_its_middle(state):
+  root = xml.etree.ElementTree.fromstring(show(state).svg)
+  middles = {
+    (
+      round(float(shape.get("x", 0)) + float(shape.get("width", 0)) / 2),
+      round(float(shape.get("y", 0)) + float(shape.get("height", 0)) / 2),
+    )
+    for shape in root.iter(f"{_SVG}rect")
+  }
+  numbers = [text for text in root.iter(f"{_SVG}text") if text.text.isdigit()]
+  assert len(numbers) > 20
+  for text in numbers:
+    x = round(float(text.get("x")))
+    y = round(float(text.get("y")))
+    assert any(abs(x - a) <= 1 and abs(y - b) <= 1 for a, b in middles)
 
 
 def test_every_group_has_a_row():
