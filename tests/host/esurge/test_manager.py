@@ -87,7 +87,6 @@ class TestOneRequest:
     assert cache.get_computed_pages(EngineRequest("b", range(9)))[1] == 8
 
 
-@pytest.mark.slow
 class TestGroups:
   def test_windows_free_their_pages(self):
     cache = manager(window(5))
@@ -173,7 +172,6 @@ class TestGroups:
     assert len(cache.page_pool.cached_page_hash_to_page) == 0
 
 
-@pytest.mark.slow
 class TestDifferences:
   def test_windows_within_a_page_hit_only_equal_prefixes(self):
     """In eSurge, hashes restart after freed pages, so other sequences hit."""

@@ -78,7 +78,6 @@ def test_events_of_evictions_and_a_reset(cache):
   assert cache.take_events() == []
 
 
-@pytest.mark.slow
 def test_more_events_than_one_read():
   cache = manager(num_blocks=16, enable_kv_cache_events=True)
   for turn in range(40):
@@ -102,7 +101,6 @@ def test_too_few_hashes_change_nothing(cache):
   assert cache.take_events() == [] and cache.usage == 0
 
 
-@pytest.mark.slow
 def test_uncached_blocks_have_tokens_but_no_hash():
   """The events are those of vLLM."""
   cache = manager(
@@ -122,7 +120,6 @@ def test_uncached_blocks_have_tokens_but_no_hash():
   assert later.extra_keys is None
 
 
-@pytest.mark.slow
 def test_events_are_in_the_order_of_groups():
   cache = manager(
     stand_ins.FullAttentionSpec(),
@@ -176,7 +173,6 @@ def test_delayed_blocks_have_events_when_cached(cache):
   assert len(cache.take_events()[0].block_hashes) == 3
 
 
-@pytest.mark.slow
 def test_hashes_are_removed_with_their_blocks():
   cache = manager(num_blocks=6)
   for turn in range(20):

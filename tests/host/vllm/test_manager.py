@@ -65,7 +65,6 @@ def test_tokens_beyond_the_limit_get_no_block():
   assert decode(cache, req, [2, 3]) == ([],)
 
 
-@pytest.mark.slow
 def test_requests_beyond_the_slots_are_not_admitted():
   cache = manager(max_requests=1)
   req = request("a", range(3))
@@ -177,7 +176,6 @@ class TestBlocks:
       cache.allocate_slots(request("b", [9] * 13), 5, 8, blocks)
 
 
-@pytest.mark.slow
 class TestPool:
   def test_deferred_frees(self):
     """Unlike `free`, the last group's blocks go first, as in vLLM."""
@@ -293,7 +291,6 @@ class TestPool:
     assert head.next_free_block is tail and tail.prev_free_block is head
 
 
-@pytest.mark.slow
 class TestScheduling:
   def test_collectors_are_called_for_each_block(self):
     heard = []
@@ -487,7 +484,6 @@ class TestErrors:
       KVCacheManager(host, 64, 4, 4)
 
 
-@pytest.mark.slow
 def test_running_states_have_one_block():
   state = stand_ins.MambaSpec(64, "none", num_speculative_blocks=2)
   groups = [stand_ins.Group(FULL), stand_ins.Group(state)]
