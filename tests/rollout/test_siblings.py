@@ -1,16 +1,25 @@
 """Samples of one prompt: one computes it, the others follow and share it."""
 
 import dataclasses
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import rollout
+from jaxkv._src.engine import admission_order
 from tests.rollout import by_hand
 
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class _Found(NamedTuple):
+  """Stands for cached prefixes, of which a choice needs the lengths."""
+
+  num_cached_tokens: jax.Array
 
 
 @pytest.mark.slow
@@ -36,6 +45,32 @@ def test_samples_with_different_salts_share_no_page():
     assert bool(rollout.is_done(state))
     assert (int(state.counters.peak_shared) > 0) == is_shared, words
     assert is_shared or int(state.memory.cache.stats.hit_tokens) == 0, words
+
+
+def test_a_sample_follows_a_running_one_or_one_of_its_step():
+  """Row 0 runs in slot 1; rows 1, 2 and 3 wait, of which 2 and 3 are samples.
+
+  A sample that can follow enters first, though it finds no cached page.
+  """
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=4, admissions=4, prefill_chunk=3
+  )
+  state = by_hand.begun(by_hand.sizes(40, 4), config, [_PROMPT] * 2)
+  no_slot = 4
+  waiting = admission_order.Candidates(
+    rows=jnp.asarray([2, 1, 3], jnp.int32),
+    found=_Found(jnp.asarray([4, 0, 4], jnp.int32)),
+    is_blocked=jnp.asarray([False, True, True]),
+    needs_page_of=jnp.zeros((3, 3), bool),
+    siblings=jnp.asarray([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool),
+    slot_of_leader=jnp.asarray([no_slot, 1, no_slot], jnp.int32),
+  )
+  chosen = admission_order.choose(
+    state.queue, waiting, num_slots=4, num_empty=jnp.int32(3), config=config
+  )
+  assert chosen.candidates.tolist() == [1, 0, 2, 3]
+  assert chosen.slot_of_leader.tolist()[:3] == [1, no_slot, no_slot]
+  assert chosen.row_of_leader.tolist()[:3] == [0, 1, 1]
 
 
 def test_samples_leave_their_slots_with_their_leader():
