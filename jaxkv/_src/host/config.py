@@ -12,7 +12,6 @@ from jaxkv._src.arrays.arguments import is_number
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.host.groups import CrossAttention
-from jaxkv._src.host.groups import num_scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +23,8 @@ class ManagerOptions:
     max_model_len: tokens of the longest sequence.
     max_encoder_tokens: tokens of the longest encoder input.
     keep_free: pages that waiting requests leave free while others run.
-    most_pages: the most pages of one sequence at once, by group.
+    most_pages: the most pages of one sequence at once, by group; not for groups
+      of states.
     num_events: the capacity of the event log.
     track_new_pages: True to record the pages that are allocated.
     track_residency: True to count the ages of evicted pages.
@@ -107,7 +107,6 @@ def make(
     keep_free=int(watermark * config.num_pages),
     most_pages=tuple(
       kind.most_pages(size, in_flight, encoder if is_encoder else max_model_len)
-      + num_scratch(kind)
       for kind, size, is_encoder in zip(
         groups, page_sizes, _hold_encoder(groups), strict=True
       )

@@ -45,11 +45,6 @@ class SpeculativeRecurrent(Recurrent):
   is_on_device: ClassVar[bool] = False
 
 
-def num_scratch(kind: GroupKind) -> int:
-  """Returns the number of scratch pages of a sequence."""
-  return kind.num_speculative if isinstance(kind, SpeculativeRecurrent) else 0
-
-
 class LayerGroup:
   """A layer group, which computes page counts by the rules of its kind.
 
@@ -72,7 +67,9 @@ class LayerGroup:
     self.size = config.page_sizes[number]
     _check_kind(kind, self.size)
     self.step = self.size // config.page_size
-    self.scratch = num_scratch(kind)
+    self.scratch = 0
+    if isinstance(kind, SpeculativeRecurrent):
+      self.scratch = kind.num_speculative
     self.most_pages = most_pages
     self.holds_states: bool = kind.holds_states
     self.holds_encoder = isinstance(kind, CrossAttention)
