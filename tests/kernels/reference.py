@@ -42,23 +42,10 @@ def paged_attention_padded(
 ):
   """Computes attention of a rectangle of queries.
 
-  Args:
-    q: [B, T, H, D].
-    k_pages: [N, K, S, D]; uint16 means bfloat16 bits, uint8 float8_e4m3fn.
-    v_pages: [N, K, S, Dv].
-    page_table: int[B, M].
-    starts: int[B], absolute position of row b's first query.
-    counts: int[B], queries in row b; the columns after them are padding.
-    page_offset: int, added to every page id.
-    scale: float; 1 / sqrt(D) if None.
-    soft_cap: float or None.
-    window: int or None.
-    sinks: float[H] or None.
-    alibi_slopes: float[H] or None.
-    k_scale: factors of `k_pages`, float[K] or float[N, K, S]; or None.
-    v_scale: the same for `v_pages`.
-    tree_mask: bool[B, T, X] or None. For j < X, query t of row b sees the key
-      at position `starts[b] + j` only if `tree_mask[b, t, j]`.
+  Takes the arguments of `api.paged_attention_padded`; pages of uint16 hold the
+  bits of bfloat16, those of uint8 the bits of float8_e4m3fn. Padding is given by
+  `counts`. For j < X, query t of row b sees the key at position `starts[b] + j`
+  only if `tree_mask[b, t, j]`.
 
   Returns:
     (float64[B, T, H, Dv], float64[B, T, H] natural log-sum-exps). Padding gives
