@@ -42,10 +42,10 @@ def paged_attention_padded(
 ):
   """Computes attention of a rectangle of queries.
 
-  Takes the arguments of `api.paged_attention_padded`; pages of uint16 hold the
-  bits of bfloat16, those of uint8 the bits of float8_e4m3fn. Padding is given by
-  `counts`. For j < X, query t of row b sees the key at position `starts[b] + j`
-  only if `tree_mask[b, t, j]`.
+  Takes the arguments of `api.paged_attention_padded`. Pages of uint16 have the
+  bits of bfloat16, those of uint8 have the bits of float8_e4m3fn. For j < X,
+  query t of row b sees the key at position `starts[b] + j` only if
+  `tree_mask[b, t, j]`.
 
   Returns:
     (float64[B, T, H, Dv], float64[B, T, H] natural log-sum-exps). Padding gives
