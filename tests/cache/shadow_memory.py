@@ -249,17 +249,6 @@ class ShadowMemory:
     has_no_page = pages == self.config.no_page
     return (first_token < lengths) & (has_no_page | ((pages == 0) & needed))
 
-  def holds_page(self, page: int, group: int, name: int) -> bool:
-    """True if a page was last written as a whole with this name."""
-    return self.content[page, 0] == self._in_group(name, group)
-
-  def last_name(self, page: int, group: int) -> int:
-    """Returns the name of a page's last token, or of its state."""
-    group_kind = self.config.groups[group]
-    page_size = self.config.page_sizes[group]
-    index = 0 if group_kind.holds_states else page_size - 1
-    return int(self.content[page, index]) // self.config.num_groups
-
   def _in_group(self, names, group: int) -> np.ndarray:
     """Returns the names as the layers of one group write them."""
     return np.asarray(names, np.int64) * self.config.num_groups + group
