@@ -87,12 +87,6 @@ def test_counts_equal_plain_lru(replay, rule, pages):
   assert counts["hits"] > 0 and (counts["evictions"] > 0) == (pages in (9, 40))
 
 
-@pytest.mark.slow
-def test_a_trace_without_any_full_block(replay):
-  counts = replay.replay([(0, []), (5, [7])], "full", 1)
-  assert [*counts.values()][:5] == [2, 0, 0, 0, 0]
-
-
 def test_a_request_with_too_few_ids_is_named(replay, tmp_path):
   path = tmp_path / "trace.jsonl"
   lines = [{"input_length": 512 * n, "hash_ids": [1, 2]} for n in (2, 3)]

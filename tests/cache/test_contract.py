@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec
 
 import jaxkv
 from tests.cache.differences import differences
@@ -31,6 +29,7 @@ from tests.cache.setups import Window
 from tests.cache.setups import small
 from tests.tools.collectives import collectives
 from tests.tools.tiers import slow_except
+from tests.tools.transforms import on_devices
 
 SETUP = small(100, 2, (Window(3), Full(page_size=4)), **LONG, **MERGE)
 
@@ -160,28 +159,11 @@ class TestEveryVerb:
   @pytest.mark.deep
   def test_caches_on_several_devices_need_no_collective(self, verb):
     """One cache on each of eight devices; no device waits for another."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     calls = [example(verb, seed % 3) for seed in range(8)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
-
-    def local(call):
-      state, args = jax.tree.map(lambda leaf: leaf[0], call)
-      out = TABLE[verb](state, **args)
-      return jax.tree.map(lambda leaf: leaf[None], out)
-
-    spec = PartitionSpec("data")
-    sharded = jax.jit(
-      jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
-    )
-    # Placed first: what the verb does not read would have no other sharding.
-    placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
-    compiled = sharded.lower(placed).compile()
-    assert collectives(compiled.as_text()) == {}
-    # Fetched first: to index what is sharded would itself be a collective.
-    out = jax.device_get(compiled(placed))
-    for i, (state, args) in enumerate(calls):
-      single = TABLE[verb](state, **args)
-      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), single)
+    text, results = on_devices(TABLE[verb], calls)
+    assert collectives(text) == {}
+    for (state, args), result in zip(calls, results, strict=True):
+      assert_same(result, TABLE[verb](state, **args))
 
 
 @pytest.mark.parametrize("verb", CHANGING)

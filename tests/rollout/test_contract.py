@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec
 
 import jaxkv
 from jaxkv import rollout
@@ -21,6 +19,7 @@ from tests.rollout.random_calls import Calls
 from tests.rollout.random_calls import model
 from tests.rollout.random_calls import run
 from tests.tools.tiers import slow_except
+from tests.tools.transforms import on_devices
 
 # Any of them compiles the rollout that they share.
 pytestmark = pytest.mark.slow
@@ -266,7 +265,7 @@ class TestTransformations:
 
   def test_vmap_equals_single_calls(self, verb):
     calls = [example(verb, seed) for seed in range(2)]
-    stacked = _stacked(calls)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
     verbs = jax.jit(jax.vmap(lambda state, args: TABLE[verb](state, **args)))
     together = verbs(*stacked)
     for i, (state, args) in enumerate(calls):
@@ -275,28 +274,10 @@ class TestTransformations:
 
   @pytest.mark.deep
   def test_shard_map_equals_single_calls(self, verb):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     calls = [example(verb, seed) for seed in range(2)]
-
-    def local(call):
-      state, args = jax.tree.map(lambda leaf: leaf[0], call)
-      out = TABLE[verb](state, **args)
-      return jax.tree.map(lambda leaf: leaf[None], out)
-
-    spec = PartitionSpec("data")
-    sharded = jax.jit(
-      jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
-    )
-    placed = jax.device_put(_stacked(calls), jax.NamedSharding(mesh, spec))
-    out = sharded(placed)
-    for i, (state, args) in enumerate(calls):
-      single = TABLE[verb](state, **args)
-      part = jax.tree.map(lambda leaf, i=i: leaf[i], out)
-      assert_same(jax.device_get(_plain(part)), jax.device_get(_plain(single)))
-
-
-def _stacked(trees):
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    _, results = on_devices(TABLE[verb], calls)
+    for (state, args), result in zip(calls, results, strict=True):
+      assert_same(result, jax.device_get(TABLE[verb](state, **args)))
 
 
 def _shapes(tree):

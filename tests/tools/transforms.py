@@ -1,10 +1,13 @@
 """Checks a function of rows under jax's transformations."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec
 
 TRANSFORMS = ("no jit", "jit", "64 bits", "vmap", "shard_map")
@@ -60,3 +63,32 @@ def _sharded(function, shared):
     return jax.jit(split)(*arguments)
 
   return call
+
+
+def on_devices(function: Any, calls: Sequence[Any]) -> tuple[str, list[Any]]:
+  """Calls `function` with (state, keywords) of one call on each device.
+
+  Returns:
+    The compiled text, and the result of each call.
+  """
+  mesh = jax.make_mesh((len(calls),), ("data",), axis_types=(AxisType.Auto,))
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
+
+  def local(call):
+    state, keywords = jax.tree.map(lambda leaf: leaf[0], call)
+    out = function(state, **keywords)
+    return jax.tree.map(lambda leaf: leaf[None], out)
+
+  spec = PartitionSpec("data")
+  sharded = jax.jit(
+    jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
+  )
+  # Placed first: what is not read would have no other sharding.
+  placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
+  compiled = sharded.lower(placed).compile()
+  # Fetched first: to index what is sharded would itself be a collective.
+  out = jax.device_get(compiled(placed))
+  results = [
+    jax.tree.map(lambda leaf, i=i: leaf[i], out) for i in range(len(calls))
+  ]
+  return compiled.as_text(), results
