@@ -461,7 +461,7 @@ class TestErrors:
 
   @pytest.mark.parametrize("interval", [8, -4])
   def test_bad_retention_intervals_are_refused(self, interval):
-    with pytest.raises(ValueError, match="`prefix_retention_interval` must be"):
+    with pytest.raises(ValueError, match="`prefix_cache_retention_interval`"):
       manager(prefix_cache_retention_interval=interval)
 
   def test_hits_inside_a_block_are_refused(self):

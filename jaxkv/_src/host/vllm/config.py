@@ -171,6 +171,38 @@ def check_sizes(
     )
 
 
+def retention(
+  kv_cache_config: Any,
+  kinds: Sequence[GroupKind],
+  scheduler_block_size: int,
+  enable_caching: bool,
+) -> int | None:
+  """Returns `prefix_cache_retention_interval`; None without caching.
+
+  Raises:
+    ValueError: the interval is negative, not a multiple of
+      `scheduler_block_size`, or positive without a window or Mamba group.
+  """
+  name = "prefix_cache_retention_interval"
+  interval = getattr(kv_cache_config, name, None)
+  if interval is None:
+    return None
+  if interval < 0:
+    raise ValueError(f"`{name}` must be non-negative or None, got {interval}.")
+  sparse = [isinstance(kind, SlidingWindow | Recurrent) for kind in kinds]
+  if interval and not any(sparse):
+    raise ValueError(
+      f"`{name}` must be 0 or None for a model with no sliding-window or Mamba "
+      f"group, got {interval}."
+    )
+  if interval % scheduler_block_size:
+    raise ValueError(
+      f"`{name}` must be a multiple of scheduler_block_size, "
+      f"{scheduler_block_size}, got {interval}."
+    )
+  return interval if enable_caching else None
+
+
 def _layers(spec: Any) -> list[Any]:
   """Returns `[spec]`, or the specs that a `UniformTypeKVCacheSpecs` has."""
   if "UniformTypeKVCacheSpecs" in _classes(spec):

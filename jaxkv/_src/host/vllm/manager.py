@@ -89,18 +89,17 @@ class KVCacheManager:
     kinds = config.group_kinds(
       groups, max_model_len, enable_caching=enable_caching, use_eagle=use_eagle
     )
-    interval = None
     if enable_caching and kinds:
       config.check_sizes(kinds, scheduler_block_size, hash_block_size)
-      name = "prefix_cache_retention_interval"
-      interval = getattr(kv_cache_config, name, None)
     self._manager = CacheManager(
       kv_cache_config.num_blocks,
       kinds,
       max_model_len,
       enable_caching,
       use_eagle and enable_caching,
-      prefix_retention_interval=interval,
+      prefix_retention_interval=config.retention(
+        kv_cache_config, kinds, scheduler_block_size, enable_caching
+      ),
       watermark=watermark,
       max_in_flight=max_in_flight_tokens,
       max_requests=max_requests,
