@@ -24,15 +24,9 @@ _CALLS_OF_A_CACHE = 2_000
 
 
 def run(name: str, seed: int, calls: int) -> collections.Counter[str]:
-  """Makes random calls in caches of one configuration; returns counts.
+  """Makes random calls in caches of a setup of `SHADOWED`; returns counts.
 
-  Args:
-    name: a key of `SHADOWED`.
-    seed: the seed of the calls.
-    calls: the number of calls.
-
-  Raises:
-    FalseContent: a page does not hold the content that a reader relies on.
+  Raises FalseContent if a page holds other content than a reader relies on.
   """
   setup, counts = SHADOWED[name], collections.Counter()
   with setup.patched():

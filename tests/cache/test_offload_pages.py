@@ -38,12 +38,8 @@ def _sizes(num_pages, offload_pages=0):
 def _serve(config, change=lambda moves: moves):
   """Serves conversations, and checks the contents of all hits.
 
-  Args:
-    config: the cache.
-    change: changes the moves that verbs return.
-
-  Returns:
-    The hits of each prompt, and the counters.
+  `change` changes the moves that verbs return. Returns the hits of each prompt,
+  and the counters.
   """
   state = jaxkv.init(config, jnp.zeros(4, jnp.uint32))
   hits = []

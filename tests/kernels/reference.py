@@ -155,14 +155,9 @@ def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
 
 
 def merge_states(out, lse):
-  """Merges attention over X disjoint sets of keys.
+  """Merges attention over X disjoint key sets, [X, ..., H, Dv] and [X, ..., H].
 
-  Args:
-    out: [X, ..., H, Dv].
-    lse: [X, ..., H]; -inf for a part without keys.
-
-  Returns:
-    (float64[..., H, Dv], float64[..., H]).
+  The log-sum-exp of a part without keys is -inf.
   """
   out, lse = (np.asarray(x).astype(np.float64) for x in (out, lse))
   m = lse.max(axis=0)

@@ -68,13 +68,7 @@ class Mistake:
 def table(
   package: str, folder: str, rows: dict[str, tuple[str, Wrong, str]]
 ) -> dict[str, Mistake]:
-  """Makes a table of mutants by name.
-
-  Args:
-    package: the package of the rows' `place`.
-    folder: the folder of the rows' `test`.
-    rows: `place`, `wrong` and `test` of each `Mistake`, by name.
-  """
+  """Makes mutants by name, with places in a package and tests in a folder."""
   return {
     name: Mistake(f"{package}.{place}", wrong, f"{folder}/{test}")
     for name, (place, wrong, test) in rows.items()
@@ -82,11 +76,7 @@ def table(
 
 
 def found(place: str) -> tuple[Callable, list[tuple[Any, str]]]:
-  """Returns a function, and all references to it as pairs (owner, name).
-
-  Args:
-    place: "module:function" or "module:Class.method".
-  """
+  """Returns a function, and all references to it as pairs (owner, name)."""
   name, function = place.split(":")
   *owners, attribute = function.split(".")
   owner: Any = importlib.import_module(name)

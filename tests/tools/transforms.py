@@ -66,10 +66,9 @@ def _sharded(function, shared):
 
 
 def on_devices(function: Any, calls: Sequence[Any]) -> tuple[str, list[Any]]:
-  """Calls `function` with (state, keywords) of one call on each device.
+  """Returns the compiled text and the results of calls, one on each device.
 
-  Returns:
-    The compiled text, and the result of each call.
+  A call is (state, keywords).
   """
   mesh = jax.make_mesh((len(calls),), ("data",), axis_types=(AxisType.Auto,))
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)

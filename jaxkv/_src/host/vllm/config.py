@@ -177,12 +177,7 @@ def retention(
   scheduler_block_size: int,
   enable_caching: bool,
 ) -> int | None:
-  """Returns `prefix_cache_retention_interval`; None without caching.
-
-  Raises:
-    ValueError: the interval is negative, not a multiple of
-      `scheduler_block_size`, or positive without a window or Mamba group.
-  """
+  """Checks `prefix_cache_retention_interval`; returns None without caching."""
   name = "prefix_cache_retention_interval"
   interval = getattr(kv_cache_config, name, None)
   if interval is None:
@@ -216,11 +211,7 @@ def _classes(spec: Any) -> list[str]:
 
 
 def _supported_class(spec: Any) -> str:
-  """Returns the name of the most derived supported class of a spec.
-
-  Raises:
-    ValueError: there is none, or a more derived class is refused.
-  """
+  """Returns the name of the most derived supported class of a spec."""
   for name in _classes(spec):
     if name in _REFUSED:
       break
