@@ -155,10 +155,7 @@ def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
 
 
 def merge_states(out, lse):
-  """Merges attention over X disjoint key sets, [X, ..., H, Dv] and [X, ..., H].
-
-  The log-sum-exp of a part without keys is -inf.
-  """
+  """Merges attention over X sets of keys, [X, ..., H, Dv] and [X, ..., H]."""
   out, lse = (np.asarray(x).astype(np.float64) for x in (out, lse))
   m = lse.max(axis=0)
   m = np.where(np.isfinite(m), m, 0)
