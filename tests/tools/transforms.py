@@ -90,4 +90,4 @@ def on_devices(function: Any, calls: Sequence[Any]) -> tuple[str, list[Any]]:
   results = [
     jax.tree.map(lambda leaf, i=i: leaf[i], out) for i in range(len(calls))
   ]
-  return compiled.as_text(), results
+  return compiled.as_text() or "", results
