@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import jaxkv
@@ -24,6 +25,12 @@ def test_groups_share_the_smallest_page_size():
   assert two.alignment == 12
   assert two.slot_tokens == 12
   assert two.no_page == two.num_pages == 16
+
+
+def test_numpy_integers_become_ints():
+  sizes = config(num_pages=np.int64(9), prefix_retention_interval=np.int32(8))
+  assert type(sizes.num_pages) is type(sizes.prefix_retention_interval) is int
+  assert type(SlidingWindow(np.int64(8)).window) is int
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ class CacheConfig:
     if interval is None:
       return
     name = "CacheConfig.prefix_retention_interval"
-    as_count(name, interval, 0)
+    interval = as_count(name, interval, 0)
+    object.__setattr__(self, "prefix_retention_interval", interval)
     if interval % self.alignment:
       expected = f"a multiple of {self.alignment}, because hits end there"
       refuse(ValueError, name, expected, interval)
