@@ -1,25 +1,18 @@
 """Samples of one prompt: one computes it, the others follow and share it."""
 
 import dataclasses
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import rollout
+from jaxkv._src.cache.steps.longest_hit import Prefix
 from jaxkv._src.engine import admission_order
 from tests.rollout import by_hand
 
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-class _Found(NamedTuple):
-  """Stands for cached prefixes, of which a choice needs the lengths."""
-
-  num_cached_tokens: jax.Array
 
 
 @pytest.mark.slow
@@ -59,7 +52,8 @@ def test_a_sample_follows_a_running_one_or_one_of_its_step():
   no_slot = 4
   waiting = admission_order.Candidates(
     rows=jnp.asarray([2, 1, 3], jnp.int32),
-    found=_Found(jnp.asarray([4, 0, 4], jnp.int32)),
+    # A choice needs the lengths alone.
+    found=Prefix(jnp.asarray([4, 0, 4], jnp.int32), *[None] * 6),
     is_blocked=jnp.asarray([False, True, True]),
     needs_page_of=jnp.zeros((3, 3), bool),
     siblings=jnp.asarray([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool),

@@ -192,11 +192,11 @@ def checked(kv: Pools, offload: Any) -> OffloadMemory:
     (page_shape(array, num_layers), array.dtype)
     for array, num_layers in arrays_of(kv)
   ]
-  found = [(pages.shape[1:], pages.dtype) for pages in offload.pages]
-  if found != expected:
+  page_types = [(pages.shape[1:], pages.dtype) for pages in offload.pages]
+  if page_types != expected:
     raise ValueError(
       "`offload` must have the pages of `kv` in the shapes and dtypes "
-      f"{expected}, got {found}; make it with "
+      f"{expected}, got {page_types}; make it with "
       "jaxkv.kv.init_offload(kv, config)."
     )
   if any(
@@ -226,7 +226,7 @@ def _move(
   # A move that restores nothing skips the read, and one that saves nothing the
   # save.
   def trip(index: Array, loop):
-    device, far, stage = loop
+    device, offload_pages, stage = loop
     page = moves.page[index]
     source, target = moves.restored_from[index], moves.saved_to[index]
     restores, saves = source < Moves.NONE, target < Moves.NONE
@@ -236,29 +236,31 @@ def _move(
         jax.device_put(
           lax.dynamic_slice_in_dim(pages, source, 1), jax.memory.Space.Device
         )
-        for pages in far
+        for pages in offload_pages
       )
 
     def save(loop):
-      _, far = loop
+      _, offload_pages = loop
       contents = [
         gathered(array, num_layers, page[None])
         for array, (_, num_layers) in zip(device, pools, strict=True)
       ]
-      far = tuple(
+      offload_pages = tuple(
         lax.dynamic_update_slice(
           pages,
           jax.device_put(content, jax.memory.Space.Host),
           (target_after_read, 0, 0, 0),
         )
-        for pages, content in zip(far, contents, strict=True)
+        for pages, content in zip(offload_pages, contents, strict=True)
       )
-      return _read_of(contents), far
+      return _read_of(contents), offload_pages
 
     stage = loops.at_most_once(restores, read, stage)
     target_after_read = loops.read_before(_read_of(stage), target)
     zero = jnp.zeros((), jnp.int32)
-    saved, far = loops.at_most_once(saves, save, (zero, far))
+    saved, offload_pages = loops.at_most_once(
+      saves, save, (zero, offload_pages)
+    )
     place = loops.read_before(saved, jnp.where(restores, page, NOWHERE))
     device = tuple(
       scattered(array, num_layers, place[None], content)
@@ -266,26 +268,28 @@ def _move(
         device, stage, pools, strict=True
       )
     )
-    return device, far, stage
+    return device, offload_pages, stage
 
   def move_all(loop):
     stage = tuple(
       jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in offload.pages
     )
-    device, far, num_moves, error = loop
+    device, offload_pages, num_moves, error = loop
     misuse = misuse_of(start, num_moves)
     error = sticky(error, misuse)
     count = jnp.where(misuse == Status.OK, moves.count, 0)
-    loop = sharding.match_varying_axes((device, far, stage))
-    device, far, _ = lax.fori_loop(0, count, trip, loop)
-    return device, far, num_moves + count.astype(jnp.uint32), error
+    loop = sharding.match_varying_axes((device, offload_pages, stage))
+    device, offload_pages, _ = lax.fori_loop(0, count, trip, loop)
+    return device, offload_pages, num_moves + count.astype(jnp.uint32), error
 
   # A call without moves does not create `stage`.
   device = tuple(array for array, _ in pools)
   loop = device, offload.pages, offload.num_moves, offload.error
   is_needed = (moves.count > 0) | (start != offload.num_moves)
-  device, far, num_moves, error = loops.at_most_once(is_needed, move_all, loop)
-  offload = OffloadMemory(pages=far, num_moves=num_moves, error=error)
+  device, offload_pages, num_moves, error = loops.at_most_once(
+    is_needed, move_all, loop
+  )
+  offload = OffloadMemory(pages=offload_pages, num_moves=num_moves, error=error)
   return jax.tree.unflatten(structure, device), offload
 
 
