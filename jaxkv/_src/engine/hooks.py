@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.kv.kv_pages import KVPages
@@ -200,11 +201,8 @@ def check_result(
     ValueError: the logits have another shape, or the model did not write a pool
       of K/V or states, but returned the pool that it received.
   """
-  if not isinstance(logits, jax.Array | np.ndarray):
-    raise TypeError(
-      f"`logits` must be an array, got {type(logits).__name__}; let {name} "
-      "return (logits, kv), in this order."
-    )
+  hint = f"let {name} return (logits, kv), in this order"
+  check_type("logits", logits, jax.Array | np.ndarray, "an array", hint)
   if logits.shape[:-1] != shape or logits.ndim != len(shape) + 1:
     axes = ", ".join(map(str, shape))
     hint = "with one row for each of batch.columns"

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import as_key
 from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import ChunkedLocal
 from jaxkv._src.cache.group_kinds import GroupKind
@@ -67,11 +68,8 @@ class Requests:
 
 def as_requests(requests: Any, config: RolloutConfig) -> Requests:
   """Returns requests whose fields are arrays of the documented shapes."""
-  if not isinstance(requests, Requests):
-    raise TypeError(
-      f"`requests` must be a Requests, got {type(requests).__name__}; make one "
-      "with jaxkv.rollout.Requests(tokens, lengths)."
-    )
+  hint = "make one with jaxkv.rollout.Requests(tokens, lengths)"
+  check_type("requests", requests, Requests, "a Requests", hint)
   tokens = as_int32("requests.tokens", requests.tokens, ("P", "L"))
   num_prompts = tokens.shape[0]
   per_prompt = ", one for each prompt"

@@ -15,6 +15,7 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import as_key
 from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
@@ -312,14 +313,12 @@ def _score(
 
 def _check_state(state: Any) -> None:
   """Raises unless `score` supports the cache and the memory of `state`."""
-  if not isinstance(state, RolloutState | Memory):
-    hint = "make a Memory of a cache and its K/V memory"
-    if isinstance(state, list):
-      hint = "use a tuple"
-    raise TypeError(
-      "`state` must be a RolloutState, a Memory or a tuple of them, got "
-      f"{type(state).__name__}; {hint}."
-    )
+  is_list = isinstance(state, list)
+  hint = "make a Memory of a cache and its K/V memory"
+  if is_list:
+    hint = "use a tuple"
+  expected = "a RolloutState, a Memory or a tuple of them"
+  check_type("state", state, RolloutState | Memory, expected, hint)
   memory = state.memory if isinstance(state, RolloutState) else state
   check_pools(memory, RolloutConfig(), "state")
 

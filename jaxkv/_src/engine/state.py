@@ -72,12 +72,11 @@ class RolloutState:
 
 def check_rollout(state: Any) -> None:
   """Raises unless `state` is a rollout, or a stack of them, and not donated."""
-  if not isinstance(state, RolloutState):
-    hint = "make one with jaxkv.rollout.init"
-    if isinstance(state, tuple):
-      hint = "unpack what a function returned: `state, out = ...`"
-    kind = type(state).__name__
-    raise TypeError(f"`state` must be a RolloutState, got {kind}; {hint}.")
+  is_pair = isinstance(state, tuple)
+  hint = "make one with jaxkv.rollout.init"
+  if is_pair:
+    hint = "unpack what a function returned: `state, out = ...`"
+  arguments.check_type("state", state, RolloutState, "a RolloutState", hint)
   arguments.check_not_donated("state", state.queue.tokens)
 
 

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.guides.allowed_tokens import UNREACHABLE
 from jaxkv._src.guides.allowed_tokens import TokenMasks
 from jaxkv._src.guides.allowed_tokens import token_masks
@@ -178,11 +179,8 @@ class Guide:
       TypeError: `extra` is not a `GuideState`.
       ValueError: the logits do not have V columns.
     """
-    if not isinstance(extra, GuideState):
-      raise TypeError(
-        f"`extra` must be a GuideState, got {type(extra).__name__}; give "
-        "extra=guide.init(Q) to rollout.Requests."
-      )
+    hint = "give extra=guide.init(Q) to rollout.Requests"
+    check_type("extra", extra, GuideState, "a GuideState", hint)
     if logits.shape[1:] != (self.tokens.vocab_size,):
       raise ValueError(
         f"`logits` must have the shape [R, {self.tokens.vocab_size}], one for "

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
@@ -153,16 +154,12 @@ def grouped(
 
 def _check_results(results: Any) -> None:
   """Raises TypeError unless `results` is a `Generated`."""
-  if isinstance(results, Generated):
-    return
-  remedy = "give generated(state), or the `results` that harvest returns"
+  hint = "give generated(state), or the `results` that harvest returns"
   if isinstance(results, RolloutState):
-    remedy = "give generated(state)"
+    hint = "give generated(state)"
   elif isinstance(results, Harvested):
-    remedy = "give its `.results`"
-  raise TypeError(
-    f"`results` must be a Generated, got {type(results).__name__}; {remedy}."
-  )
+    hint = "give its `.results`"
+  check_type("results", results, Generated, "a Generated", hint)
 
 
 def _as_columns(name: str, columns: Any, width: int) -> int:

@@ -14,6 +14,7 @@ from typing import get_args
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.arrays.arguments import is_number
 from jaxkv._src.models.decoder.rope import Rope
 
@@ -418,12 +419,8 @@ def check_size(name: str, value: Any) -> None:
 
 def check_decoder(name: str, value: Any) -> None:
   """Raises TypeError unless a value is a `Decoder`."""
-  if not isinstance(value, Decoder):
-    # Its type alone, because it may be the weights of a model.
-    raise TypeError(
-      f"`{name}` must be a Decoder, got {type(value).__name__}; describe one, "
-      "such as with `models.llama`."
-    )
+  hint = "describe one, such as with `models.llama`"
+  check_type(name, value, Decoder, "a Decoder", hint)
 
 
 def _check_factor(name: str, value: Any, *, is_positive: bool = False) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.share import refresh_shared
 from jaxkv._src.kv.view import Batch
@@ -171,16 +172,10 @@ def forward(
 
 
 def _check_batch(batch: Any) -> None:
-  if not isinstance(batch, Batch):
-    raise TypeError(
-      f"`batch` must be a Batch, got {type(batch).__name__}; make one with "
-      "jaxkv.kv.Batch(tokens=, positions=, views=)."
-    )
-  if not isinstance(batch.views, tuple):
-    raise TypeError(
-      "`batch.views` must be a tuple with a view for each layer group, got "
-      f"{type(batch.views).__name__}."
-    )
+  hint = "make one with jaxkv.kv.Batch(tokens=, positions=, views=)"
+  check_type("batch", batch, Batch, "a Batch", hint)
+  expected = "a tuple with a view for each layer group"
+  check_type("batch.views", batch.views, tuple, expected)
 
 
 def _with_shared_pages(
