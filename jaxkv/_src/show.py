@@ -70,7 +70,7 @@ def page_kinds(state: CacheState) -> list[str]:
       return "pinned"
     return "shared" if held[page] > 1 else "in use"
 
-  return [kind(page) for page in range(state.config.num_pages)]
+  return [kind(page) for page in range(state.config.total_pages)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +131,10 @@ def show(state: CacheState, *, title: str = "") -> Picture:
       "`state` must hold values, got a traced state; call jaxkv.show outside "
       "jit."
     )
-  if state.config.num_pages > MAX_PAGES:
+  if state.config.total_pages > MAX_PAGES:
     raise ValueError(
       f"`state` must have at most {MAX_PAGES} pages, got "
-      f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
+      f"{state.config.total_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
   kinds = page_kinds(state)

@@ -63,7 +63,7 @@ def references(state: jaxkv.CacheState, *numbers) -> list[int]:
 
 def free_list(queue: free_queue.FreeQueue) -> list[int]:
   """Returns the free pages in the order in which they will be taken."""
-  return free_queue.in_order(queue)[: int(queue.num_free)].tolist()
+  return [page for page in free_queue.in_order(queue).tolist() if page]
 
 
 # --- one text in a larger cache -----------------------------------------------

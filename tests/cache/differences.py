@@ -52,7 +52,9 @@ def _expected(oracle):
 
 def _expected_offload(pool):
   return {
-    "offload_queue": [page - pool.num_pages for page in pool.offload],
+    "offload_queue": [
+      [page - pool.num_pages for page in pages] for pages in pool.offload
+    ],
     "num_saved": pool.saved,
     "num_restored": pool.restored,
     "num_forgotten": pool.forgotten,
@@ -80,20 +82,20 @@ def _actual(state):
     fields["offload_queue"] = _in_order(fetched.pool.offload.queue)
     del fields["queue"], fields["moves"]
   return {
-    name: np.asarray(value).tolist()
+    name: value if isinstance(value, list) else np.asarray(value).tolist()
     for name, value in fields.items()
     if value is not None
   }
 
 
 def _in_order(queue):
-  """Returns the live entries of the ring, to which their page points back."""
-  indices = (queue.head + np.arange(queue.span)) % len(queue.ring)
-  return [
-    queue.ring[index]
-    for index in indices
-    if queue.position[queue.ring[index]] == index
-  ]
+  """Returns the live entries of each ring, to which their page points back."""
+  pools = []
+  for pool, ring in enumerate(queue.ring.reshape(len(queue.head), -1)):
+    places = (queue.head[pool] + np.arange(queue.span[pool])) % len(ring)
+    is_live = queue.position[ring[places]] == pool * len(ring) + places
+    pools.append(ring[places][is_live].tolist())
+  return pools
 
 
 def _cached(index):

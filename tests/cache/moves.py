@@ -293,7 +293,9 @@ class Moves:
       for length in lengths
     ]
     keep = [
-      0 if self._often() else self.draws.integer(0, self.setup.config.num_pages)
+      0
+      if self._often()
+      else self.draws.integer(0, self.setup.config.total_pages)
       for _ in lengths
     ]
     return slots, tokens, lengths, salts, mask, room, keep
@@ -331,7 +333,7 @@ class Moves:
     pool = self.oracle.pool
     pages = [
       page
-      for page in range(1, self.setup.config.num_pages)
+      for page in range(1, self.setup.config.total_pages)
       if pool.refs[page] or page in pool.keys
     ]
     return self._masked_grid(self._some(pages, 3)) if pages else None
@@ -381,9 +383,9 @@ class Moves:
       return arguments
     if "mask" in named and self._often():
       named["mask"] = np.ones_like(named["mask"]).tolist()
-    values = (-(2**31), -1, 0, 1, 2, config.num_slots, config.num_pages - 1)
-    values += (config.num_pages, self.setup.columns, config.slot_tokens)
-    values += (self.setup.columns + 1, config.num_pages + 1, 2**30, 2**31 - 1)
+    values = (-(2**31), -1, 0, 1, 2, config.num_slots, config.total_pages - 1)
+    values += (config.total_pages, self.setup.columns, config.slot_tokens)
+    values += (self.setup.columns + 1, config.total_pages + 1, 2**30, 2**31 - 1)
     name = self._choose(choices)
     array = named[name] = _copied(named[name])
     row = self.draws.integer(0, len(array) - 1)

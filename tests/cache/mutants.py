@@ -149,7 +149,7 @@ MUTANTS = {
   ),
   "the sweep turns the order around": Mutant(
     "cache.pool.free_queue:in_order",
-    returned(lambda out, g: jnp.roll(out[::-1], g.queue.num_free)),
+    returned(lambda out, g: jnp.roll(out[::-1], g.queue.num_free[0])),
     SWEEPS,
     ONE_WINDOW,
   ),

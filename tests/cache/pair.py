@@ -80,7 +80,7 @@ class Pair:
     if moves is None:
       return [f"no moves: oracle {expected}"] if expected else []
     count = int(moves.count)
-    first_page = self.setup.config.num_pages + 1
+    first_page = self.setup.config.total_pages + 1
     actual = [
       (
         int(page),
@@ -96,6 +96,12 @@ class Pair:
         strict=True,
       )
     ]
+    # The moves of different pools have no order.
+    numbers = self.setup.config.numbers
+    actual, expected = (
+      sorted(moves, key=lambda move: int(numbers.pool_of(jnp.int32(move[0]))))
+      for moves in (actual, expected)
+    )
     return [] if actual == expected else [f"moves: oracle {expected}, {actual}"]
 
   def forgive(self) -> None:

@@ -44,7 +44,7 @@ class Setup:
       these small caches never exceed.
     crowded: True to start all pages in one bucket of the prefix index, so that
       it overflows.
-    tight: True to halve the free queue's ring, so that it is swept often.
+    tight: True to halve the free queues' rings, so that they are swept often.
     for_gpu: True to run the programs that are compiled for a GPU.
   """
 
@@ -72,15 +72,10 @@ class Setup:
           lambda index, keys: jnp.zeros(keys.shape[:1], jnp.int32),
         )
       if self.tight:
-        patch.setattr(free_queue, "init", _half_a_ring)
+        whole = free_queue.capacity
+        patch.setattr(free_queue, "capacity", lambda pages: whole(pages) // 2)
       with programs_for("cuda" if self.for_gpu else "cpu"):
         yield
-
-
-def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:
-  """Returns a queue with room for all pages, but few stale entries."""
-  queue = init(num_pages)
-  return dataclasses.replace(queue, ring=queue.ring[: queue.ring.size // 2])
 
 
 def small(
@@ -90,7 +85,7 @@ def small(
   window: int | None = None,
   *,
   worse: str = "",
-  num_pages: int | None = None,
+  num_pages: int | tuple[int, ...] | None = None,
   pages_per_slot: int = 4,
   **options: Any,
 ) -> Setup:
@@ -265,6 +260,67 @@ SETUPS = {
     num_pages=16,
     offload_pages=5,
     **LONG,
+    **CLASSIC,
+  ),
+  # With several pools.
+  "pools": small(
+    41,
+    2,
+    (Full(), Window(4, pool=1)),
+    worse="tight",
+    num_pages=(20, 8),
+    **LONG,
+    **MERGE,
+  ),
+  "pools_of_states": small(
+    42, 2, (Full(), State(pool=1)), window=4, num_pages=(22, 7), **LONG, **DRAFT
+  ),
+  "three_pools": small(
+    43,
+    1,
+    (State(page_size=4, pool=2), Full(page_size=2), Window(4, pool=1)),
+    window=3,
+    worse="crowded tight",
+    num_pages=(20, 18, 6),
+    pages_per_slot=12,
+    **MERGE,
+  ),
+  "pools_of_groups": small(
+    44,
+    2,
+    (
+      Full(),
+      Window(3, page_size=4, pool=1),
+      Full(),
+      Chunk(6, page_size=4, pool=1),
+    ),
+    num_pages=(44, 12),
+    prefix_retention_interval=4,
+    **LONG,
+  ),
+  "pools_offload": small(
+    45,
+    2,
+    (Full(), State(pool=1)),
+    worse="tight",
+    num_pages=(14, 6),
+    offload_pages=(6, 3),
+    **LONG,
+  ),
+  "three_pools_offload": small(
+    46,
+    1,
+    (
+      Window(4, page_size=2, pool=1),
+      Full(page_size=4),
+      State(page_size=2, pool=2),
+    ),
+    window=6,
+    worse="crowded",
+    num_pages=(10, 14, 6),
+    offload_pages=(4, 3, 2),
+    **LONG,
+    **MERGE,
     **CLASSIC,
   ),
   "mixed_sizes": small(

@@ -73,7 +73,7 @@ class ShadowMemory:
 
   def __init__(self, config: jaxkv.CacheConfig):
     self.config = config
-    pages = config.num_pages
+    pages = config.total_pages
     num_pages = max(config.num_numbers, pages + 1)
     self.content = np.zeros((num_pages, max(config.page_sizes)), np.int64)
     self.pins = np.zeros(pages, np.int64)
@@ -87,9 +87,9 @@ class ShadowMemory:
       self.move(moves)
     self.table, self.length, self.cached = jax.device_get(_seen(state))
     entries = self.table.ravel()
-    counts = np.bincount(entries, minlength=self.config.num_pages + 1)
+    counts = np.bincount(entries, minlength=self.config.total_pages + 1)
     counts[0] = 0
-    self.held = counts[: self.config.num_pages]
+    self.held = counts[: self.config.total_pages]
 
   # --- who relies on pages ---------------------------------------------------
 
@@ -194,8 +194,8 @@ class ShadowMemory:
   def _check_writable(self, page: int) -> None:
     wrongs = {
       "page that does not exist": not 0 < page < self.config.no_page,
-      "cached page": self.cached[page % self.config.num_pages],
-      "shared page": self.held[page % self.config.num_pages] != 1,
+      "cached page": self.cached[page % self.config.total_pages],
+      "shared page": self.held[page % self.config.total_pages] != 1,
       "pinned page": page in self.pinned,
     }
     for name, wrong in wrongs.items():
@@ -270,7 +270,7 @@ def num_skipped_tokens(
 
 @jax.jit
 def _seen(state: jaxkv.CacheState):
-  num_pages = max(state.config.num_numbers, state.config.num_pages)
+  num_pages = max(state.config.num_numbers, state.config.total_pages)
   pages = jnp.arange(num_pages, dtype=jnp.int32)
   cached = page_pool.is_cached(state.pool, pages)
   return state.page_table, state.length, cached

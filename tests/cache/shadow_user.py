@@ -385,10 +385,14 @@ class User:
     agrees &= np.array_equal(view.starts, self.memory.length)
     _need(agrees, "a view is of other pages")
     refs = self.memory.refs
-    used = round(float(jaxkv.usage(self.state)) * (self.config.num_pages - 1))
-    free = sorted(jaxkv.free_pages(self.state))
-    _need(used == np.sum(refs > 0), f"{used} pages are used")
-    _need(free == np.flatnonzero(refs == 0).tolist()[1:], "free pages")
+    numbers = self.config.numbers
+    pages = np.split(np.arange(numbers.total), numbers.first_pages[1:])
+    used = max(np.mean(refs[pool[1:]] > 0) for pool in pages)
+    is_equal = np.isclose(float(jaxkv.usage(self.state)), used)
+    _need(is_equal, f"{used} of the pages are used")
+    for index, pool in enumerate(pages):
+      free = sorted(jaxkv.free_pages(self.state, pool=index))
+      _need(free == pool[1:][refs[pool[1:]] == 0].tolist(), "free pages")
     _need(jaxkv.cached_pages(self.state) == self.pool.keys, "cached pages")
     jaxkv.stats(self.state)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv._src.cache.page_numbers import PageNumbers
 from jaxkv._src.cache.pool import free_queue
 from tests.cache.setups import NumberedConfig
 from tests.tools.compiled_loops import work_in_loops
@@ -182,7 +183,7 @@ class TestSweep:
     """It is the loop that counts through the ring."""
     text = compiled(decode, scanned, num_pages, sweep=True).as_text()
     work = work_in_loops(text, pool_sized(num_pages))
-    capacity = free_queue.init(num_pages).ring.size
+    capacity = free_queue.capacity(PageNumbers((num_pages,)))
     assert len(work) == 1
     (lines,) = work.values()
     assert any(re.search(rf"\[{capacity}\]\S* iota\(", line) for line in lines)

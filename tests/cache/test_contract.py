@@ -305,7 +305,7 @@ class TestHost:
   def test_free_and_cached_pages(self):
     pair = busy(0)
     assert differences(pair.oracle, pair.state) == []
-    assert jaxkv.free_pages(pair.state) == pair.oracle.pool.free
+    assert [jaxkv.free_pages(pair.state)] == pair.oracle.pool.free
     assert jaxkv.cached_pages(pair.state) == sorted(pair.oracle.pool.keys)
 
   def test_usage(self):

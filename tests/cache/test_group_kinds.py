@@ -79,7 +79,7 @@ class TestKinds:
     assert state.num_pages.tolist() == [[4], [0]]
     state, out = jaxkv.free(state, slots=ints(0, 0))
     assert out.code.tolist() == [jaxkv.Status.OK, jaxkv.Status.SLOT_EMPTY]
-    assert int(state.pool.queue.num_free) == 15
+    assert int(state.pool.queue.num_free[0]) == 15
     jaxkv.check(jaxkv.clear_error(state)[0])
 
   @pytest.mark.slow

@@ -22,7 +22,7 @@ def pool():
 
 
 def test_pop_takes_the_first_pages(pool):
-  pool, popped = page_pool.pop(pool, jnp.int32(2), window=4)
+  pool, popped = page_pool.pop(pool, ints(2), window=4)
   assert popped.pages[popped.valid].tolist() == [1, 2]
   assert pool.ref_count.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
   assert free_list(pool.queue) == [3, 4, 5, 6, 7]

@@ -41,7 +41,7 @@ def test_pages_are_popped_in_the_order_of_the_ranges(pool, table):
   ranges = page_table.ranges(
     ints(1, 0), ints((0, 1), (0, 0)), ints((2, 2), (1, 0))
   )
-  pool, table, evicted = page_table.grow(pool, table, ranges)
+  pool, table, evicted = page_table.grow(pool, table, [ranges])
   assert table[1].tolist() == [[1, 2, NONE, NONE], [NONE, 3, NONE, NONE]]
   assert table[0, 0].tolist() == [4, NONE, NONE, NONE]
   assert (free_list(pool.queue), int(evicted)) == ([5, 6, 7], 0)
@@ -50,7 +50,7 @@ def test_pages_are_popped_in_the_order_of_the_ranges(pool, table):
 def test_the_last_column_goes_back_first(pool, table):
   """No page has a key, so they come before all others, in that order."""
   ranges = page_table.ranges(ints(0), ints((0, 0)), ints((3, 0)))
-  pool, table, _ = page_table.grow(pool, table, ranges)
+  pool, table, _ = page_table.grow(pool, table, [ranges])
   cleared = page_table.ranges(ints(0), ints((1, 0)), ints((3, 0)))
   pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert table[0, 0].tolist() == [1, NONE, NONE, NONE]

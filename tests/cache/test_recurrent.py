@@ -42,7 +42,7 @@ class TestColumns:
     state = grow(jaxkv.init(ALONE), 5)
     # Tokens 0-4 end in column 2.
     assert columns(state) == [0, 0, 1]
-    assert state.pool.queue.num_free == 18
+    assert state.pool.queue.num_free[0] == 18
     # Two pages more: the state of column 2 was recycled.
     state = grow(state, 4, 5)
     assert columns(state) == [0, 0, 1, 0, 2]
@@ -152,4 +152,4 @@ class TestTruncate:
   def test_truncated_to_length_zero(self):
     state, code = self.cut(self.two_states(), 0)
     assert (code, columns(state)) == (jaxkv.Status.OK, [])
-    assert int(state.pool.queue.num_free) == ALONE.num_pages - 1
+    assert int(state.pool.queue.num_free[0]) == ALONE.num_pages - 1

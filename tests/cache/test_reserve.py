@@ -26,15 +26,28 @@ def test_rows_that_do_not_fit_are_passed_over(
   need, keep_free, available, granted
 ):
   out = reserve.in_order(
-    ints(*need), jnp.ones((3,), bool), jnp.int32(available), ints(*keep_free)
+    ints(*need)[:, None],
+    jnp.ones((3,), bool),
+    ints(available),
+    ints(*keep_free)[:, None],
   )
   assert tuple(out.tolist()) == granted
 
 
 def test_rows_without_demand_take_nothing():
   asked = jnp.asarray([False, True])
-  out = reserve.in_order(ints(7, 7), asked, jnp.int32(7), ints(0, 0))
+  out = reserve.in_order(ints((7,), (7,)), asked, ints(7), ints((0,), (0,)))
   assert out.tolist() == [False, True]
+
+
+def test_a_row_must_fit_in_every_pool():
+  """The first row takes what the second one lacks, but not all pages."""
+  need = ints((3, 1), (1, 2), (0, 1))
+  asked = jnp.ones((3,), bool)
+  out = reserve.in_order(need, asked, ints(4, 2), jnp.zeros_like(need))
+  assert out.tolist() == [True, False, True]
+  out = reserve.in_order(need, asked, ints(4, 2), ints((0, 0), (0, 0), (2, 0)))
+  assert out.tolist() == [True, False, False]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ class Branching(Slots):
         partial = self._partial(tokens)
         if self._stateless(old_slots[source], tokens):
           code = Status.RECYCLED
-        elif sum(partial) > len(self.pool.free):
+        elif not self._fits(self._by_pool(partial), self.pool.room()):
           code = Status.OUT_OF_PAGES
         else:
           owed = self._share(old_slots[source], target, partial)
@@ -63,7 +63,7 @@ class Branching(Slots):
     ]
     for index, pages in enumerate(tables):
       if partial[index]:
-        owed[index] = (source.pages[index][len(pages)], self.pool.pop())
+        owed[index] = (source.pages[index][len(pages)], self._pop(index))
         pages.append(owed[index][1])
     self.slots[target] = dataclasses.replace(
       source, pages=tables, tokens=list(source.tokens), num_skipped=num_skipped
@@ -76,7 +76,7 @@ class Branching(Slots):
 
   def truncate_slots(self, lengths, slots, mask=None):
     """Rolls slots back; all pages are released before a copy gets a page."""
-    room = len(self.pool.free)
+    room = self.pool.room()
     codes = []
     plans = []
     named = self._named_slots(slots, mask)
@@ -85,10 +85,11 @@ class Branching(Slots):
       shared = []
       if code == Status.OK:
         shared = self._shared_groups(slot, length)
-        if sum(shared) > room:
+        need = self._by_pool(shared)
+        if not self._fits(need, room):
           code = Status.OUT_OF_PAGES
         else:
-          room -= sum(shared)
+          room = [left - count for left, count in zip(room, need, strict=True)]
           plans.append((slot, length, shared))
       codes.append(code)
     for plan in plans:
@@ -166,7 +167,7 @@ class Branching(Slots):
     for group, copied in enumerate(shared):
       if copied:
         pages = self.slots[slot].pages[group]
-        owed[group] = (pages[-1], self.pool.pop())
+        owed[group] = (pages[-1], self._pop(group))
         pages[-1] = owed[group][1]
     return owed
 

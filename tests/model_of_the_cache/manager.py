@@ -155,7 +155,7 @@ class ReferenceManager:
     if max_restored is None:
       max_restored = offload_policy.max_pages(page_bytes, min(page_sizes))
     self.pool = Pool(
-      num_pages, policy == "current", offload_pages, max_restored
+      (num_pages,), policy == "current", (offload_pages,), max_restored
     )
     self.caching = enable_caching
     self.watermark = watermark
@@ -213,7 +213,7 @@ class ReferenceManager:
       slots=min(tokens + num_lookahead_tokens, self.longest),
       encoder=num_encoder_tokens,
     )
-    room = len(self.pool.free)
+    room = len(self.pool.free[0])
     if has_scheduled_requests and request.status in ("waiting", "preempted"):
       room -= int(self.watermark * len(self.pool.refs))
     name = request.request_id
@@ -222,10 +222,10 @@ class ReferenceManager:
       full = dataclasses.replace(demand, tokens=whole, slots=whole)
       if self.need(name, full, capped=True) > room:
         return None
-    num_free = len(self.pool.free)
+    num_free = len(self.pool.free[0])
     settled = max(0, num_past - request.num_in_flight_tokens)
     self.remove_skipped_pages(name, settled)
-    room += len(self.pool.free) - num_free
+    room += len(self.pool.free[0]) - num_free
     if self.need(name, demand) > room - reserved_pages:
       return None
     entry = self.entries.setdefault(name, self._entry(name))
@@ -424,7 +424,7 @@ class ReferenceManager:
 
   def free_queue(self) -> list[int]:
     """Returns the free pages in the order in which they will be popped."""
-    return list(self.pool.free)
+    return list(self.pool.free[0])
 
   def cached_page_ids(self) -> set[int]:
     """Returns the pages that a lookup can find."""
@@ -433,12 +433,12 @@ class ReferenceManager:
   @property
   def num_free_pages(self) -> int:
     """The number of free pages."""
-    return len(self.pool.free)
+    return len(self.pool.free[0])
 
   @property
   def usage(self) -> float:
     """The fraction of pages that are held, without the null page."""
-    return 1 - len(self.pool.free) / (len(self.pool.refs) - 1)
+    return 1 - len(self.pool.free[0]) / (len(self.pool.refs) - 1)
 
 
 def _root(request: Any) -> tuple:

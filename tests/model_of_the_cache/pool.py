@@ -5,11 +5,13 @@ NULL = 0
 
 
 class Pool:
-  """The pages: references, the free queue and keys.
+  """The pages of all pools: references, free queues and keys.
 
   Attributes:
     unhashed_first: True if pages without a key go to the front of the queue.
-    free: free pages in the order in which they will be popped.
+    pool_of: page -> its pool, offloaded pages too.
+    free: for each pool, the free pages in the order in which they will be
+      popped.
     refs, pins: a count for every page; a pin is one of the references. Those
       of the null page stay 0.
     keys: page -> key, in the order of publication.
@@ -18,8 +20,9 @@ class Pool:
     born: page -> value of the clock when it got its key.
     released: value of the clock when each page last became free.
     lifetime, idle: evicted pages by the bits of their age.
-    host: the numbers of offloaded pages, in the order in which they will
-      be overwritten; they are larger than those of all device pages.
+    offload: for each pool, the numbers of offloaded pages, in the order in
+      which they will be overwritten; they are larger than those of all device
+      pages.
     stale_before: value of the clock at the last epoch. Pages that got their key
       before are not saved.
     max_restored: the number of pages of a column that return at most.
@@ -30,19 +33,22 @@ class Pool:
 
   def __init__(
     self,
-    num_pages: int,
+    sizes: tuple[int, ...],
     unhashed_first: bool = True,
-    offload_pages: int = 0,
+    offload_sizes: tuple[int, ...] = (0,),
     max_restored: float = float("inf"),
   ):
     self.max_restored = max_restored
     self.unhashed_first = unhashed_first
-    self.num_pages = num_pages
-    self.offload = [num_pages + 1 + page for page in range(offload_pages)]
+    self.num_pages = num_pages = sum(sizes)
+    self.pool_of: dict[int, int] = {}
+    self.free = self._numbered(sizes, 0)
+    self.offload = self._numbered(
+      [size + 1 for size in offload_sizes], num_pages
+    )
     self.stale_before = self.saved = self.restored = self.forgotten = 0
     self.dropped = 0
     self.moves: list[tuple[int, int | None, int | None]] = []
-    self.free = list(range(1, num_pages))
     self.refs = [0] * num_pages
     self.pins = [0] * num_pages
     self.keys: dict[int, tuple] = {}
@@ -53,15 +59,34 @@ class Pool:
     self.lifetime = [0] * 33
     self.idle = [0] * 33
 
-  def pop(self) -> int:
-    """Pops the first free page and evicts its content."""
-    page = self.free.pop(0)
+  def _numbered(self, sizes, first_page: int) -> list[list[int]]:
+    """Numbers the pages of all pools; nobody gets the first one of a pool."""
+    pools = []
+    for pool, size in enumerate(sizes):
+      pools.append(list(range(first_page + 1, first_page + size)))
+      self.pool_of |= dict.fromkeys(pools[-1], pool)
+      first_page += size
+    return pools
+
+  def room(self) -> list[int]:
+    """Counts the free pages of each pool."""
+    return [len(pages) for pages in self.free]
+
+  def count(self, pages) -> list[int]:
+    """Counts the pages of each pool among some pages."""
+    pools = [self.pool_of[page] for page in pages]
+    return [pools.count(pool) for pool in range(len(self.free))]
+
+  def pop(self, pool: int) -> int:
+    """Pops the first free page of a pool and evicts its content."""
+    page = self.free[pool].pop(0)
     self.popped += 1
     key = self.keys.pop(page, None)
     if key is not None:
       self.evicted += 1
       is_current = self.born[page] >= self.stale_before
-      if self.offload and self.max_restored > 0 and is_current:
+      saves = self.offload[pool] and self.max_restored > 0
+      if saves and is_current:
         self._save(page, key)
       else:
         self.dropped += 1
@@ -72,9 +97,10 @@ class Pool:
     return page
 
   def _save(self, page: int, key: tuple) -> None:
-    """Moves the content of a device page to the oldest offload page."""
-    target = self.offload.pop(0)
-    self.offload.append(target)
+    """Moves the content of a device page to the pool's oldest offload page."""
+    offload = self.offload[self.pool_of[page]]
+    target = offload.pop(0)
+    offload.append(target)
     self.forgotten += self.keys.pop(target, None) is not None
     self.keys[target] = key
     self.born[target] = self.born[page]
@@ -88,11 +114,13 @@ class Pool:
   def restore(self, pages: list[int]) -> dict[int, int]:
     """Moves offload pages to fresh device pages; returns the device pages."""
     contents = {page: (self.keys.pop(page), self.born[page]) for page in pages}
-    self.offload = pages + [page for page in self.offload if page not in pages]
+    for pool, offload in enumerate(self.offload):
+      first = [page for page in pages if self.pool_of[page] == pool]
+      self.offload[pool] = first + [p for p in offload if p not in first]
     device_pages = {}
     for page, (key, born) in contents.items():
       num_moves = len(self.moves)
-      device_page = device_pages[page] = self.pop()
+      device_page = device_pages[page] = self.pop(self.pool_of[page])
       self.popped -= 1
       saved_to = self.moves.pop()[1] if len(self.moves) > num_moves else None
       self.moves.append((device_page, saved_to, page))
@@ -118,7 +146,7 @@ class Pool:
       if page == NULL:
         continue
       if self.refs[page] == 0:
-        self.free.remove(page)
+        self.free[self.pool_of[page]].remove(page)
       self.refs[page] += 1
 
   def release(self, pages: list[int]) -> None:
@@ -135,7 +163,12 @@ class Pool:
     if self.unhashed_first:
       front = [page for page in freed if page not in self.keys]
     back = [page for page in freed if page not in front]
-    self.free = front + self.free + back
+    for pool, free in enumerate(self.free):
+      before, after = (
+        [page for page in pages if self.pool_of[page] == pool]
+        for pages in (front, back)
+      )
+      self.free[pool] = before + free + after
 
   def find(self, key: tuple) -> int | None:
     """Returns the page published first under a key, or None.

@@ -36,15 +36,18 @@ class Sequence:
     return not any(self.pages)
 
 
-def missing(tables: list[list[int]], columns: list[int]) -> int:
+def missing(tables: list[list[int]], columns: list[int]) -> list[int]:
   """Counts the pages to pop until each table has the given columns."""
   rows = zip(tables, columns, strict=True)
-  return sum(max(num_columns - len(pages), 0) for pages, num_columns in rows)
+  return [max(num_columns - len(pages), 0) for pages, num_columns in rows]
 
 
-def fill(pool: Pool, pages: list[int], stop_column: int) -> None:
-  """Appends fresh pages up to a column."""
-  pages.extend([pool.pop() for _ in range(stop_column - len(pages))])
+def fill(
+  pool: Pool, pages: list[int], stop_column: int, pool_index: int = 0
+) -> None:
+  """Appends fresh pages of a pool up to a column."""
+  num_pages = stop_column - len(pages)
+  pages.extend([pool.pop(pool_index) for _ in range(num_pages)])
 
 
 def publish(

@@ -22,9 +22,15 @@ def groups_of(config: CacheConfig) -> list[Group]:
     retention=config.prefix_retention_interval,
   )
   return [
-    Group(dataclasses.replace(group, page_size=page_size), page_size, rules)
+    Group(
+      dataclasses.replace(group, page_size=page_size, pool=0), page_size, rules
+    )
     for group, page_size in zip(config.groups, config.page_sizes, strict=True)
   ]
+
+
+def _listed(counts: int | tuple[int, ...]) -> tuple[int, ...]:
+  return counts if isinstance(counts, tuple) else (counts,)
 
 
 class Slots:
@@ -43,9 +49,9 @@ class Slots:
     self.config = config
     self.groups = groups_of(config)
     self.pool = Pool(
-      config.num_pages,
+      _listed(config.num_pages),
       config.free_policy == "unhashed_first",
-      config.offload_pages,
+      _listed(config.offload_pages or (0,) * config.num_pools),
       config.max_restored_pages,
     )
     self.epoch = 0
@@ -109,9 +115,25 @@ class Slots:
     ]
 
   def _fill(self, tables, columns):
-    for pages, stop_column in zip(tables, columns, strict=True):
-      sequences.fill(self.pool, pages, stop_column)
+    for group, pages in enumerate(tables):
+      pool = self.config.groups[group].pool
+      sequences.fill(self.pool, pages, columns[group], pool)
     return tables
+
+  def _pop(self, group):
+    """Pops a page for a group."""
+    return self.pool.pop(self.config.groups[group].pool)
+
+  def _by_pool(self, counts) -> list[int]:
+    """Sums a number of each group over the groups of each pool."""
+    sums = [0 for _ in self.pool.free]
+    for group, count in zip(self.config.groups, counts, strict=True):
+      sums[group.pool] += count
+    return sums
+
+  def _fits(self, need, room) -> bool:
+    """Returns True if every pool has room."""
+    return all(n <= left for n, left in zip(need, room, strict=True))
 
   def _nothing_owed(self):
     return [(self.config.no_page,) * 2] * self.config.num_groups

@@ -67,7 +67,7 @@ class Arriving(Slots):
     codes = []
     plans = {}
     named = set()
-    left = len(self.pool.free)
+    left = self.pool.room()
     woken = set()
     rows = list(self._rows(tokens, lengths, salts))
     room = num_tokens or lengths
@@ -83,9 +83,10 @@ class Arriving(Slots):
         hit = self._match(row, length, salt)
         num_admitted = min(hit.tokens + room[index], length)
         pages = self._pages_for(num_admitted)
-        code, cost = self._price(hit, pages, left - keep[index], woken)
+        room_left = [count - keep[index] for count in left]
+        code, cost = self._price(hit, pages, room_left, woken)
         if code == Status.OK:
-          left -= cost
+          left = [count - used for count, used in zip(left, cost, strict=True)]
           plans[index] = hit, pages
       codes.append(code)
     # All hits are held before any page is popped.
@@ -115,18 +116,20 @@ class Arriving(Slots):
     return Status.SLOT_FULL if length > self.config.slot_tokens else Status.OK
 
   def _price(self, hit, columns, left, woken):
-    """Returns a code, and the number of pages that leave the free queue.
+    """Returns a code, and the number of pages that leave each free queue.
 
     These are fresh pages, and free hits that no earlier row attached.
     """
     tables = self._grown(hit.tables(), columns, True)
-    need = sequences.missing(tables, columns)
+    need = self._by_pool(sequences.missing(tables, columns))
     hits = set(hit.all_pages())
     wakes = self._cost(hits) - woken
-    if need + len(wakes) > left:
-      return Status.OUT_OF_PAGES, 0
+    counts = zip(need, self.pool.count(wakes), strict=True)
+    need = [fresh + woken for fresh, woken in counts]
+    if not self._fits(need, left):
+      return Status.OUT_OF_PAGES, []
     woken |= wakes
-    return Status.OK, need + len(wakes)
+    return Status.OK, need
 
   def _cost(self, hits):
     """Returns the hits that cost a free page: free ones, and offload pages."""
@@ -139,7 +142,7 @@ class Arriving(Slots):
     """Pins the longest cached prefix of each row."""
     codes = []
     hits = []
-    left = len(self.pool.free)
+    left = self.pool.room()
     woken = set()
     rows = self._rows(tokens, lengths, salts)
     for index, (row, length, salt) in enumerate(rows):
@@ -150,10 +153,11 @@ class Arriving(Slots):
       if mask is not None and not mask[index]:
         code = Status.SKIPPED
       wakes = self._cost(hit.all_pages()) - woken
-      if code == Status.OK and len(wakes) > left:
+      cost = self.pool.count(wakes)
+      if code == Status.OK and not self._fits(cost, left):
         code = Status.OUT_OF_PAGES
       if code == Status.OK:
-        left -= len(wakes)
+        left = [count - used for count, used in zip(left, cost, strict=True)]
         woken |= wakes
       codes.append(code)
       hits.append(hit if code == Status.OK else lookup.miss(self.groups))
@@ -197,12 +201,12 @@ class Growing(Slots):
       return Status.OK, 0
     tables = self._grown(sequence.pages, columns, sequence.empty)
     need = sequences.missing(tables, columns)
-    if need > len(self.pool.free):
+    if not self._fits(self._by_pool(need), self.pool.room()):
       return Status.OUT_OF_PAGES, 0
     if sequence.empty:
       sequence = self.slots[slot] = self._start(None)
     sequence.pages = self._fill(tables, columns)
-    return Status.OK, need
+    return Status.OK, sum(need)
 
   def commit(self, tokens, num_tokens):
     """Makes tokens final and publishes the pages that became full."""
@@ -364,10 +368,10 @@ class Ending(Slots):
   def _named(self, page, verb):
     if page == self.config.no_page:
       return Status.SKIPPED
-    stop_page = self.config.num_pages
-    if verb == self._evict and self.pool.offload:
-      stop_page = self.config.num_numbers
-    if not 0 < page < stop_page:
+    is_page = page in self.pool.pool_of and page < self.pool.num_pages
+    if verb == self._evict and self.config.offload_pages:
+      is_page |= self.pool.num_pages < page < self.config.num_numbers
+    if not is_page:
       return Status.BAD_PAGE
     return verb(page)
 

@@ -37,7 +37,7 @@ def test_tokens_equal_plain_python():
     assert int(state.counters.generated) == int(num_drawn)
     assert int(state.counters.preempted) == 0
     assert set(state.slots.row.tolist()) == {8}
-    assert int(state.memory.cache.pool.queue.num_free) == 59
+    assert int(state.memory.cache.pool.queue.num_free[0]) == 59
     jaxkv.check(state.memory.cache)
 
 

@@ -312,7 +312,7 @@ def test_a_conversation_moves_with_its_pages():
   target, out = rollout.import_sequences(_target(config, source), exported)
   assert out.ok.all() and target.queue.status[0] == by_hand.DONE
   rollout.check(target)
-  assert int(target.memory.cache.pool.queue.num_free) == 59
+  assert int(target.memory.cache.pool.queue.num_free[0]) == 59
   target, _ = rollout.extend(target, [0], [[4]], [1], max_tokens=[1])
   target = run(target, 1.0)
   assert int(target.memory.cache.stats.hit_tokens) == 10

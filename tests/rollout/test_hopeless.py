@@ -39,7 +39,7 @@ def test_sequences_that_never_fit_fail():
   # One to refuse the first, three tokens, one to find no page, and a token.
   assert int(state.counters.steps) == 6
   assert int(state.counters.preempted) == 0
-  assert int(state.memory.cache.pool.queue.num_free) == 2
+  assert int(state.memory.cache.pool.queue.num_free[0]) == 2
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ class TestTokens:
     )
     assert bool(rollout.is_done(state))
     jaxkv.check(state.memory.cache)
-    assert int(state.memory.cache.pool.queue.num_free) == pages - 1
+    assert int(state.memory.cache.pool.queue.num_free[0]) == pages - 1
     self._check_counters(name, state)
 
   @pytest.mark.slow

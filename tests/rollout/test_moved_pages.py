@@ -106,7 +106,7 @@ def test_pages_of_running_sequences_move():
     assert out.ok.all()
     assert state.queue.status.tolist() == [by_hand.WAITS] * 4
     assert not state.memory.cache.length.any()
-    assert int(state.memory.cache.pool.queue.num_free) == 69
+    assert int(state.memory.cache.pool.queue.num_free[0]) == 69
 
 
 def test_export_ends_before_an_offloaded_page():

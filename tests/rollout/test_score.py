@@ -148,7 +148,7 @@ def test_random_groups(name, data):
   cache, _ = jaxkv.clear_error(cache)
   state = dataclasses.replace(state, cache=cache)
   empty = int(np.sum(np.asarray(cache.num_pages)[:, 0] == 0))
-  free = int(cache.pool.queue.num_free)
+  free = int(cache.pool.queue.num_free[0])
   params = weights(name)
   new_state, scored = compiled(name)(params, state, *groups)
   ok = np.asarray(scored.ok)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import check_bool
@@ -10,8 +11,10 @@ from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
+from jaxkv._src.cache.page_numbers import PageNumbers
 
-_CAN_BE_0 = ("offload_pages", "page_bytes")
+_MINIMA = {"num_pages": 2, "offload_pages": 0, "page_bytes": 0}
+"""The minima of the fields that have a number for each pool."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +74,17 @@ class CacheConfig:
 
   Attributes:
     num_pages: N, pages in the pool. Page 0 is the null page, which holds no
-      tokens, so `num_pages - 1` pages are usable.
+      tokens, so `num_pages - 1` pages are usable. A tuple has the pages of each
+      pool, and then `GroupKind.pool` gives the pool of a group's pages. All
+      pools share one numbering: the first page of a pool follows the last page
+      of the pool before. The first page of each pool is not usable.
     page_size: S, tokens per page. A group can have larger pages, whose size is
       a multiple of S tokens. Sequences are hashed in blocks of S tokens.
     num_slots: B, the maximal number of sequences in the cache at a time.
     pages_per_slot: M, columns of a slot's row in the page table. A sequence has
       at most `pages_per_slot * page_size` tokens.
     groups: the kinds of the G layer groups. Every group has a separate page
-      table; all groups share one pool.
+      table. Groups of one pool share its pages.
     prefix_caching: True to let sequences share full pages with the same tokens
       and prefix. If False, the state has no keys and no prefix index.
     free_policy: the end of the free queue to which a page that is not cached
@@ -103,13 +109,15 @@ class CacheConfig:
       hits of a prompt that begins with this one. A number k above 0 also
       selects one prefix every k tokens.
     offload_pages: N2, the number of offloaded pages, 0 for none. Cached pages
-      that the device evicts are saved there. See `jaxkv.kv.move`.
+      that the device evicts are saved there. See `jaxkv.kv.move`. With several
+      pools, a tuple with the offloaded pages of each pool.
     offload_policy: the pages that can return from offload memory. "always":
       all. "never": none. A `OffloadPolicy`: pages whose return takes less time
       than computing their tokens again. A lookup treats other offloaded pages
       as not cached. If no page can return, evicted pages are not saved.
-    page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`. Only
-      a `OffloadPolicy` needs this number; 0 if it is not known.
+    page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`; a
+      tuple with several pools. Only a `OffloadPolicy` needs these numbers; 0 if
+      they are not known.
 
   Raises:
     TypeError: a field without choices has the wrong type, or `groups` is empty.
@@ -117,7 +125,7 @@ class CacheConfig:
       combined with another field.
   """
 
-  num_pages: int
+  num_pages: int | tuple[int, ...]
   page_size: int
   num_slots: int
   pages_per_slot: int
@@ -128,25 +136,27 @@ class CacheConfig:
   merge_duplicates: bool = False
   use_eagle: bool = False
   prefix_retention_interval: int | None = None
-  offload_pages: int = 0
+  offload_pages: int | tuple[int, ...] = 0
   offload_policy: str | OffloadPolicy = "always"
-  page_bytes: int = 0
+  page_bytes: int | tuple[int, ...] = 0
 
   def __post_init__(self):
-    minima = {"num_pages": 2} | dict.fromkeys(_CAN_BE_0, 0)
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       name = f"CacheConfig.{field.name}"
+      # An int in place of a NumPy integer, which would decide dtypes.
       if field.type is int:
-        # An int in place of a NumPy integer, which would decide dtypes.
-        count = as_count(name, value, minima.get(field.name, 1))
-        object.__setattr__(self, field.name, count)
+        object.__setattr__(self, field.name, as_count(name, value, 1))
+      if field.name in _MINIMA:
+        counts = _as_counts(name, value, _MINIMA[field.name])
+        object.__setattr__(self, field.name, counts)
       if field.type is bool:
         check_bool(name, value)
     _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
     _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
-    self._check_offload_policy()
     self._check_groups()
+    self._check_pools()
+    self._check_offload_policy()
     self._check_sizes()
     self._check_retention()
     self._check_caching()
@@ -157,10 +167,10 @@ class CacheConfig:
       _check_choice(
         "offload_policy", self.offload_policy, choices, "an OffloadPolicy"
       )
-    elif not self.page_bytes:
+    elif not all(_by_pool(self.page_bytes)):
       raise ValueError(
         "`CacheConfig.page_bytes` must be at least 1 with an OffloadPolicy, "
-        "got 0; use jaxkv.kv.page_bytes(kv) of a kv made with "
+        f"got {self.page_bytes}; use jaxkv.kv.page_bytes(kv) of a kv made with "
         'offload_policy="always".'
       )
 
@@ -168,11 +178,15 @@ class CacheConfig:
     # The ring of a free queue has up to 4 positions for each page. Positions
     # must be below NOWHERE, 2**30, because the queue uses larger numbers as
     # marks.
-    if max(self.num_numbers, self.slot_tokens) > 2**28:
+    most_numbers = max(
+      self.num_numbers, self.num_pools * max(self.numbers.sizes)
+    )
+    if max(most_numbers, self.slot_tokens) > 2**28:
       raise ValueError(
-        "`CacheConfig.num_pages` and `offload_pages` together, and "
-        "`pages_per_slot * page_size`, must be at most 2**28, got "
-        f"{self.num_numbers} and {self.slot_tokens}; use larger pages."
+        "`CacheConfig.num_pages` and `offload_pages` together, the largest "
+        "pool times the number of pools, and `pages_per_slot * page_size`, "
+        f"must be at most 2**28, got {most_numbers} and {self.slot_tokens}; "
+        "use larger pages."
       )
     # `loops.for_each` numbers the columns of all rows together, in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
@@ -202,13 +216,57 @@ class CacheConfig:
           f"tokens, got {group_page_size}."
         )
 
+  def _check_pools(self):
+    num_pools = self.num_pools
+    pools = [kind.pool for kind in self.groups]
+    if max(pools) >= num_pools:
+      raise ValueError(
+        "`GroupKind.pool` must be the index of a pool in "
+        f"CacheConfig.num_pages, got {max(pools)} with num_pages="
+        f"{self.num_pages}; give num_pages a number for each pool."
+      )
+    unused = sorted(set(range(num_pools)) - set(pools))
+    if unused:
+      raise ValueError(
+        "`CacheConfig.num_pages` must have a number for each pool of `groups`, "
+        f"got {self.num_pages}, but no group has GroupKind.pool={unused[0]}."
+      )
+    for name in ("offload_pages", "page_bytes"):
+      counts = getattr(self, name)
+      if counts and len(_by_pool(counts)) != num_pools:
+        expected = f"a tuple with a number for each of {num_pools} pools"
+        refuse(ValueError, f"CacheConfig.{name}", expected, counts)
+    offload_sizes = _by_pool(self.offload_pages)
+    if any(offload_sizes) and not all(offload_sizes):
+      expected = "above 0 for all pools, or 0: a hit needs pages of all pools"
+      refuse(
+        ValueError, "CacheConfig.offload_pages", expected, self.offload_pages
+      )
+    self._check_shapes_of_pages()
+
+  def _check_shapes_of_pages(self):
+    # With one pool, the K/V memory has arrays for each shape, in which some
+    # pages are unused.
+    if self.num_pools == 1:
+      return
+    shapes: dict[int, tuple[int, bool]] = {}
+    for kind, page_size in zip(self.groups, self.page_sizes, strict=True):
+      shape = page_size, kind.holds_states
+      if shapes.setdefault(kind.pool, shape) != shape:
+        raise ValueError(
+          "`GroupKind.pool` must differ for groups whose pages differ in size "
+          f"or in kind of data, got pool {kind.pool} for {kind} too; give it "
+          "another pool."
+        )
+
   def _check_caching(self):
     needs_keys = {
       "merge_duplicates": "equal pages are recognized by their keys",
       "offload_pages": "only cached pages move to offload memory",
     }
     for name, reason in needs_keys.items():
-      if getattr(self, name) and not self.prefix_caching:
+      value = getattr(self, name)
+      if any(_by_pool(value)) and not self.prefix_caching:
         raise ValueError(
           f"`CacheConfig.{name}` needs prefix_caching=True: {reason}."
         )
@@ -232,14 +290,50 @@ class CacheConfig:
     return len(self.groups)
 
   @functools.cached_property
+  def numbers(self) -> PageNumbers:
+    """The numbers of all pages on the device."""
+    return PageNumbers(_by_pool(self.num_pages))
+
+  @functools.cached_property
+  def offload_numbers(self) -> PageNumbers:
+    """The numbers of offloaded pages; number q is N + q in the index."""
+    # The first page of a pool is not used, so each pool has one number more.
+    sizes = _by_pool(self.offload_pages)
+    return PageNumbers(tuple(size + 1 for size in sizes))
+
+  @property
+  def total_pages(self) -> int:
+    """N, the pages of all pools."""
+    return self.numbers.total
+
+  @property
+  def num_pools(self) -> int:
+    """P, the number of pools."""
+    return self.numbers.num_pools
+
+  @functools.cached_property
+  def groups_of_pools(self) -> tuple[tuple[int, ...], ...]:
+    """The groups of each pool."""
+    pools = [kind.pool for kind in self.groups]
+    return tuple(
+      tuple(group for group, other in enumerate(pools) if other == pool)
+      for pool in range(self.num_pools)
+    )
+
+  @functools.cached_property
   def page_sizes(self) -> tuple[int, ...]:
     """The page size of each group, in tokens."""
     return tuple(kind.page_size or self.page_size for kind in self.groups)
 
   @functools.cached_property
+  def rules(self) -> tuple[GroupKind, ...]:
+    """The kinds without their pools: equal for groups with equal rules."""
+    return tuple(dataclasses.replace(kind, pool=0) for kind in self.groups)
+
+  @functools.cached_property
   def sizes(self) -> GroupSizes:
     """The functions that convert token counts to page counts of each group."""
-    return GroupSizes(self.groups, self.page_sizes, self.slot_tokens)
+    return GroupSizes(self.rules, self.page_sizes, self.slot_tokens)
 
   @functools.cached_property
   def alignment(self) -> int:
@@ -268,7 +362,7 @@ class CacheConfig:
     """NO_PAGE = N: the entry of a page-table column without a page."""
     # Out of range, so that a scatter drops the update. JAX would wrap a
     # negative index to a page.
-    return self.num_pages
+    return self.total_pages
 
   @functools.cached_property
   def max_restored_pages(self) -> int:
@@ -281,20 +375,35 @@ class CacheConfig:
   @property
   def preferred_pages(self) -> int | None:
     """N, below which a lookup prefers pages; None without offload pages."""
-    return self.num_pages if self.offload_pages else None
+    return self.total_pages if self.offload_pages else None
 
   @property
   def num_numbers(self) -> int:
-    """The number of page numbers: N, or N + 1 + N2 with offload pages."""
-    # Offload page h has the number N + 1 + h, because N is NO_PAGE.
-    return self.num_pages + (
-      1 + self.offload_pages if self.offload_pages else 0
-    )
+    """The number of page numbers: N, or with offload pages N + N2 + P."""
+    # With one pool, offload page h has the number N + 1 + h. N is NO_PAGE.
+    if not self.offload_pages:
+      return self.total_pages
+    return self.total_pages + self.offload_numbers.total
 
   @property
   def slot_tokens(self) -> int:
     """The tokens for which one slot has room, M * S."""
     return self.pages_per_slot * self.page_size
+
+
+def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
+  """Converts a number, or one for each pool; a tuple of one becomes an int."""
+  is_tuple = isinstance(value, tuple)
+  if not is_tuple:
+    return as_count(name, value, minimum)
+  counts = tuple(as_count(name, count, minimum) for count in value)
+  if not counts:
+    refuse(ValueError, name, "a number, or one for each pool", value)
+  return counts if len(counts) > 1 else counts[0]
+
+
+def _by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
+  return counts if isinstance(counts, tuple) else (counts,)
 
 
 def _check_choice(

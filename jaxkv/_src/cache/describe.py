@@ -26,23 +26,28 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
   obstacle = _obstacle(state)
   if obstacle:
     return (
-      f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
+      f"CacheState({config.total_pages - config.num_pools} pages of"
+      f" {config.page_size} tokens;"
       f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
   running = np.asarray(state.num_pages)[:, 0] > 0
-  num_usable_pages = config.num_pages - 1
-  num_used = num_usable_pages - int(state.pool.queue.num_free)
-  pages = [f"{num_used} of {num_usable_pages} pages in use"]
+  usable_pages = np.asarray(config.numbers.sizes) - 1
+  num_used = usable_pages - np.asarray(state.pool.queue.num_free)
+  pages = [
+    f"{num_used[pool]} of {usable_pages[pool]} pages{suffix} in use"
+    for pool, suffix in enumerate(_suffixes(config.num_pools))
+  ]
   if state.pool.index is not None:
     buckets = np.asarray(state.pool.index.buckets)
     cached = buckets[buckets > 0]
-    on_device = cached[cached < config.num_pages]
+    on_device = cached[cached < config.total_pages]
     free = np.asarray(state.pool.ref_count)[on_device] == 0
     pages.append(f"{np.count_nonzero(free)} free pages cached")
     if state.pool.offload is not None:
       num_offloaded = len(cached) - len(on_device)
+      num_offload_pages = config.offload_numbers.total - config.num_pools
       pages.append(
-        f"{num_offloaded} of {config.offload_pages} offload pages cached"
+        f"{num_offloaded} of {num_offload_pages} offload pages cached"
       )
   error = int(state.error)
   return (
@@ -51,6 +56,13 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
     f" {np.asarray(state.length).sum()} tokens; {kinds};"
     f" {status(error).name if error in list(status) else error})"
   )
+
+
+def _suffixes(num_pools: int) -> list[str]:
+  """Returns a text that names each pool; an empty one for a single pool."""
+  return [f" of pool {pool}" for pool in range(num_pools)] * (
+    num_pools > 1
+  ) or [""]
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:

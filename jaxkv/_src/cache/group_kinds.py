@@ -32,6 +32,7 @@ class GroupKind:
   Attributes:
     page_size: tokens per page of this group, a multiple of
       `CacheConfig.page_size`; None for `CacheConfig.page_size`.
+    pool: the pool of this group's pages, an index into `CacheConfig.num_pages`.
 
   Raises:
     TypeError: a field is not an int. Fields of subclasses must be ints too.
@@ -39,6 +40,9 @@ class GroupKind:
   """
 
   page_size: int | None = dataclasses.field(default=None, kw_only=True)
+  pool: int = dataclasses.field(
+    default=0, kw_only=True, metadata={"minimum": 0}
+  )
 
   holds_states: ClassVar[bool] = False
   """True if a page holds a recurrent state instead of the K/V of tokens."""

@@ -93,7 +93,12 @@ def _tables(state: CacheState) -> Array:
   skipped = column[None, None] < state.num_skipped_pages[..., None]
   table = state.page_table
   no_page = state.config.no_page
-  is_page = (table >= 0) & (table < no_page)
+  # A page of another pool is out of range, as is the first page of a pool.
+  numbers = state.config.numbers
+  pools = jnp.asarray([kind.pool for kind in state.config.groups], jnp.int32)
+  is_page = numbers.are_given(table)
+  is_page &= numbers.pool_of(table) == pools[None, :, None]
+  is_page |= table == 0
   # A recurrent group also has null pages in the columns between two states.
   may_be_null = recurrent.holds_states(state.config)[..., None]
   return (
@@ -132,28 +137,34 @@ def _free(state: CacheState) -> Array:
 
 
 def _is_consistent(queue: FreeQueue, free: Array) -> Array:
-  """Returns bool[]: True if a queue holds each free page once, never page 0."""
+  """Returns bool[]: True if the queues hold exactly the free pages, once."""
+  numbers = queue.numbers
   pages = jnp.arange(free.shape[0], dtype=jnp.int32)
-  free &= pages > 0
+  free &= numbers.are_given(pages)
   ring_position = queue.position
-  capacity = queue.ring.shape[0]
+  capacity = queue.ring.shape[0] // numbers.num_pools
   # The distance from the head. The capacity is a power of two, so the mask
   # gives the remainder also for negative numbers.
-  offset = (ring_position - queue.head) & (capacity - 1)
+  place = ring_position - numbers.pool_of(pages) * capacity
+  offset = (place - numbers.value_of(queue.head, pages)) & (capacity - 1)
   live = (
-    (ring_position >= 0)
-    & (ring_position < capacity)
-    & (offset < queue.span)
+    (place >= 0)
+    & (place < capacity)
+    & (offset < numbers.value_of(queue.span, pages))
     & (indexing.take(queue.ring, ring_position) == pages)
   )
+  pool = jnp.arange(numbers.num_pools, dtype=jnp.int32)[:, None]
+  in_pool = numbers.pool_of(pages)[None] == pool
+  num_free = jnp.sum(in_pool & free[None], axis=1, dtype=jnp.int32)
+  in_order = free_queue.in_order(queue).reshape(numbers.num_pools, capacity)
+  num_listed = jnp.sum(in_order > 0, axis=1, dtype=jnp.int32)
   return (
     jnp.all(live == free)
     & jnp.all(ring_position <= indexing.NOWHERE)
-    & (queue.num_free == jnp.sum(free, dtype=jnp.int32))
-    & (
-      jnp.sum(free_queue.in_order(queue) > 0, dtype=jnp.int32) == queue.num_free
-    )
-    & (queue.span <= capacity)
+    & jnp.all(queue.num_free == num_free)
+    & jnp.all(num_listed == queue.num_free)
+    & jnp.all(queue.span <= capacity)
+    & jnp.all((queue.head >= 0) & (queue.head < capacity))
   )
 
 

@@ -19,6 +19,7 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.steps.longest_hit import Prefix
+from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.engine.admission_order import choose
 from jaxkv._src.engine.admission_order import first_candidates
@@ -71,7 +72,8 @@ def can_admit(
 ) -> Array:
   """Returns bool[], False if no sequence can be admitted in this step."""
   waits = jnp.any(queue.status == SequenceStatus.WAITING)
-  fits = needed_pages(queue, slots, cache, config) <= cache.pool.queue.num_free
+  needed = needed_pages(queue, slots, cache, config)
+  fits = jnp.all(needed <= cache.pool.queue.num_free)
   return fits & waits & jnp.any(empty_slots(queue, slots, cache))
 
 
@@ -98,13 +100,15 @@ def attach_prefixes(
   length = indexing.take(queue.length, rows)
   at_once = jnp.minimum(length, chunk_size(cache.config, config))
   num_running = jnp.sum(slots.row < queue.no_row, dtype=jnp.int32)
-  num_groups = len(cache.config.groups)
   # The reserve is one page per group for each running or chosen sequence. If
   # admission took the last pages, a sequence would soon be preempted.
-  reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
-  promised = promised_pages(queue, slots, cache, config)
+  num_sequences = num_running + jnp.cumsum(exists, dtype=jnp.int32)
+  reserve = num_sequences[:, None] * groups_by_pool(cache.config)
+  reserve = jnp.where((num_running + row > 0)[:, None], reserve, 0)
+  promised = promised_pages(queue, slots, cache, config)[None]
   later = _pages_after_chunk(cache.config, length, prefix, at_once, config)
-  later = jnp.cumsum(jnp.where(is_leader, later, 0), dtype=jnp.int32)
+  later = jnp.where(is_leader[:, None], later, 0)
+  later = jnp.cumsum(later, axis=0, dtype=jnp.int32)
   cache, admitted = admit_found(
     cache,
     target_slots,
@@ -114,7 +118,7 @@ def attach_prefixes(
     skipped=~is_leader,
     pops=False,
     num_tokens=at_once,
-    keep_free=promised + later + jnp.where(num_running + row > 0, reserve, 0),
+    keep_free=promised + later + reserve,
   )
   # A sample is admitted only if its leader is.
   follows = exists & ~follows_slot & (chosen.row_of_leader != row)
@@ -186,7 +190,7 @@ def _clear_stale_keys(
 def promised_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns the number of pages to keep free for running sequences, int32[]."""
+  """Returns int32[P]: the pages to keep free for running sequences."""
   in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
     return in_step
@@ -196,8 +200,15 @@ def promised_pages(
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
   # Columns behind a window hold the null page, which is not allocated.
   num_held_pages = cache.num_pages - cache.num_skipped_pages
-  later = jnp.sum(jnp.maximum(needed - num_held_pages, 0), dtype=jnp.int32)
+  later = jnp.maximum(needed - num_held_pages, 0)
+  later = jnp.sum(sum_by_pool(cache.config, later), axis=0, dtype=jnp.int32)
   return jnp.maximum(in_step, later)
+
+
+def groups_by_pool(cache_config: CacheConfig) -> Array:
+  """Returns int32[1, P]: the number of groups of each pool."""
+  counts = [len(groups) for groups in cache_config.groups_of_pools]
+  return jnp.asarray([counts], jnp.int32)
 
 
 def _pages_after_chunk(
@@ -207,13 +218,13 @@ def _pages_after_chunk(
   at_once: Array,
   config: RolloutConfig,
 ) -> Array:
-  """Returns the number of pages to keep free for later chunks, int32[R]."""
+  """Returns int32[R, P]: the pages to keep free for later chunks."""
   if not cache_config.skips_pages:
-    return jnp.zeros_like(length)
+    return jnp.zeros((*length.shape, cache_config.num_pools), jnp.int32)
   first_length = jnp.minimum(prefix.num_cached_tokens + at_once, length)
   later = pages_at_once(cache_config, length, config)
   later -= pages_at_once(cache_config, first_length, config)
-  return jnp.sum(later, axis=1, dtype=jnp.int32)
+  return sum_by_pool(cache_config, later)
 
 
 def pages_at_once(

@@ -8,6 +8,7 @@ from jax import Array
 from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
+from jaxkv._src.cache.pool.page_pool import num_in_use
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.engine.counters import Counters
@@ -92,7 +93,7 @@ def count_step(
     num_calls = num_calls + num_decodes
     rows = rows + num_decodes * slots.size
     calls += jnp.where(widths == 0, num_decodes, 0)
-  in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
+  in_use = jnp.sum(num_in_use(cache.pool), dtype=jnp.int32)
   num_held_pages = cache.num_pages - cache.num_skipped_pages
   shared = jnp.sum(num_held_pages, dtype=jnp.int32) - in_use
   target_rows = indexing.where_valid(counts > 0, slots.row)

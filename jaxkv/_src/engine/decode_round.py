@@ -98,7 +98,7 @@ def reserve(
 
   def fits_with(num_further: Array) -> Array:
     needed = num_new_pages(cache, tokens_with(num_further))
-    return needed <= cache.pool.queue.num_free
+    return jnp.all(needed <= cache.pool.queue.num_free)
 
   fits = jax.vmap(fits_with)(further_counts)
   if max_calls is not None:

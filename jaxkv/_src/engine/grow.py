@@ -5,6 +5,7 @@ from jax import Array
 
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.cache.verbs.recycle import recycle
 from jaxkv._src.engine.config import RolloutConfig
@@ -48,14 +49,15 @@ def grow(
 def needed_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns the number of pages that `grow` needs without drafts, int32[]."""
+  """Returns int32[P]: the pages of each pool that `grow` needs without drafts."""
   missing = missing_tokens(queue, slots, cache)
   return num_new_pages(cache, limit_to_chunk(cache, missing, config))
 
 
 def num_new_pages(cache: CacheState, tokens: Array) -> Array:
-  """Returns int32[], the new pages that slots need for `tokens`, int32[B]."""
+  """Returns int32[P]: the new pages for `tokens`, int32[B], of all slots."""
   columns = cache.config.sizes.columns_for(cache.length + tokens)
   # Idle slots take no page, whatever their length.
   columns = jnp.where(tokens[:, None] > 0, columns, 0)
-  return jnp.sum(jnp.maximum(columns - cache.num_pages, 0), dtype=jnp.int32)
+  num_new = jnp.maximum(columns - cache.num_pages, 0)
+  return jnp.sum(sum_by_pool(cache.config, num_new), axis=0, dtype=jnp.int32)

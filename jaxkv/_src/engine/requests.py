@@ -302,10 +302,16 @@ def check_fits(
       f"a sequence can reach, got {width}."
     )
   most_in_flight = config.prefill_chunk + config.decode_steps - 1
-  needed = sum(max_pages(cache_config, most_in_flight, longest))
-  if longest and needed > cache_config.num_pages - 1:
+  by_group = max_pages(cache_config, most_in_flight, longest)
+  needed = tuple(
+    1 + sum(by_group[group] for group in groups)
+    for groups in cache_config.groups_of_pools
+  )
+  pairs = zip(needed, cache_config.numbers.sizes, strict=True)
+  if longest and any(count > size for count, size in pairs):
     raise ValueError(
-      f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
+      "`CacheConfig.num_pages` must be at least "
+      f"{needed if len(needed) > 1 else needed[0]} for the longest "
       f"sequence of {longest} tokens, got {cache_config.num_pages}."
     )
 

@@ -11,7 +11,9 @@ from jax import lax
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.admit import groups_by_pool
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.grow import needed_pages
 from jaxkv._src.engine.hooks import Draft
@@ -102,13 +104,14 @@ def _fits(
   without = columns_for(cache.length + tokens)
   columns = columns_for(cache.length + tokens + counts)
   columns -= jnp.maximum(without, cache.num_pages)
-  columns = jnp.sum(jnp.maximum(columns, 0), axis=1, dtype=jnp.int32)
+  num_new = sum_by_pool(cache.config, jnp.maximum(columns, 0))
   num_free = cache.pool.queue.num_free
   num_free -= needed_pages(queue, slots, cache, config)
   # For each running sequence, one page in each group stays free.
   num_running = jnp.sum(are_computing(queue, slots), dtype=jnp.int32)
-  num_free -= num_running * len(cache.config.groups)
-  return jnp.cumsum(columns, dtype=jnp.int32) <= num_free
+  num_free -= num_running * groups_by_pool(cache.config)[0]
+  num_new = jnp.cumsum(num_new, axis=0, dtype=jnp.int32)
+  return jnp.all(num_new <= num_free[None], axis=1)
 
 
 def learn_from(

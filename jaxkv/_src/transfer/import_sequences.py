@@ -21,9 +21,11 @@ from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.cache.steps.publish import publish
 from jaxkv._src.cache.steps.reserve import reservation
 from jaxkv._src.cache.steps.reserve import reserve
+from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.admit import empty_slots
+from jaxkv._src.engine.admit import groups_by_pool
 from jaxkv._src.engine.admit import pages_at_once
 from jaxkv._src.engine.admit import promised_pages
 from jaxkv._src.engine.memory import move_pages
@@ -264,10 +266,11 @@ def _in_spare_slots(
   later = pages_at_once(cache.config, exported.queue.length, state.config)
   later = jnp.maximum(jnp.where(enters[:, None], later - num_held, 0), 0)
   running = jnp.sum(slots.row < queue.no_row) + jnp.sum(enters)
+  later = sum_by_pool(cache.config, later)
   keep_free = promised_pages(queue, slots, cache, state.config)
-  keep_free += jnp.sum(later, dtype=jnp.int32)
-  keep_free += cache.config.num_groups * running.astype(jnp.int32)
-  keep_free = jnp.where(enters, keep_free, 0)
+  keep_free += jnp.sum(later, axis=0, dtype=jnp.int32)
+  keep_free += running.astype(jnp.int32) * groups_by_pool(cache.config)[0]
+  keep_free = jnp.where(enters[:, None], keep_free[None], 0)
   # Sequences that enter a slot come first, because they keep their pages.
   order = jnp.lexsort((~enters, ~is_wanted)).astype(jnp.int32)
   # In `shard_map`, the result of the sort varies over no mesh axis.

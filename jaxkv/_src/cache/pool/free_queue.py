@@ -1,11 +1,13 @@
-"""The free pages in eviction order: a ring with lazy deletion.
+"""The free pages in eviction order: a ring for each pool, with lazy deletion.
 
-The queue's entries are a span of ring positions. The entry at position q is
-live if its page points back at q, that is, if `position[ring[q]] == q`. Other
-entries are stale. To remove a page from the middle, `remove` only clears the
-page's position. So no entry moves, and the cost does not depend on the number
-of pages. `pop` skips stale entries at the front. If the ring is full, a sweep
-rewrites it without stale entries. The ring is large, so sweeps are rare.
+Each pool has a queue, whose entries are a span of positions of the pool's ring.
+The rings are parts of one array: place c of pool p's ring is position p * C +
+c. The entry at position q is live if its page points back at q, that is, if
+`position[ring[q]] == q`. Other entries are stale. To remove a page from the
+middle, `remove` only clears the page's position. So no entry moves, and the
+cost does not depend on the number of pages. `pop` skips stale entries at the
+front. If a ring is full, a sweep rewrites all rings without stale entries. The
+rings are large, so sweeps are rare.
 """
 
 import dataclasses
@@ -21,25 +23,30 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import NOWHERE
+from jaxkv._src.cache.page_numbers import PageNumbers
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreeQueue:
-  """The free pages, in the order in which they will be popped.
+  """The free pages of each pool, in the order in which they will be popped.
 
-  C is the ring's capacity, a power of two of at least 2 N.
+  C is the capacity of a ring, a power of two of at least twice the largest
+  pool.
 
   Attributes:
-    ring: page numbers. The `span` positions from `head` on, modulo C, are the
-      entries of the queue.  # int32[C]
-    position: the ring position of a free page's entry. For a page that is not
-      free, a number of at most NOWHERE that makes no entry live.  # int32[N]
-    head: the position of the first entry.  # int32[]
-    span: the number of entries, stale ones included.  # int32[]
-    num_free: the number of live entries.  # int32[]
+    numbers: the page numbers of the pools.
+    ring: page numbers. In the part of a pool, the `span` places from `head` on,
+      modulo C, are the entries of its queue.  # int32[P * C]
+    position: the position in `ring` of a free page's entry. For a page that is
+      not free, a number of at most NOWHERE that makes no entry live.
+      # int32[N]
+    head: the place of each pool's first entry, 0 .. C - 1.  # int32[P]
+    span: the number of entries, stale ones included.  # int32[P]
+    num_free: the number of live entries.  # int32[P]
   """
 
+  numbers: PageNumbers = dataclasses.field(metadata={"static": True})
   ring: Array
   position: Array
   head: Array
@@ -48,11 +55,12 @@ class FreeQueue:
 
 
 class Front(NamedTuple):
-  """The W entries that `pop` read from the front of the queue.
+  """The entries at the fronts of the queues, W // P of each pool in turn.
 
   Attributes:
     pages: int32[W], the page of each entry.
-    rank: int32[W], the 0-based rank of a popped page among all popped pages.
+    rank: int32[W], the 0-based rank of a popped page among the popped pages of
+      its pool.
     valid: bool[W], True if the entry was popped.
   """
 
@@ -61,25 +69,34 @@ class Front(NamedTuple):
   valid: Array
 
 
-def init(num_pages: int) -> FreeQueue:
-  """Returns a queue of all pages but the null page, in ascending order."""
-  pages = jnp.arange(1, capacity(num_pages) + 1, dtype=jnp.int32)
-  page_numbers = jnp.arange(num_pages, dtype=jnp.int32)
+def init(numbers: PageNumbers) -> FreeQueue:
+  """Returns queues of all pages but the first of each pool, ascending."""
+  ring_size = capacity(numbers)
+  counts = jnp.asarray(numbers.sizes, jnp.int32) - 1
+  place = jnp.arange(ring_size, dtype=jnp.int32)[None]
+  first_pages = jnp.asarray(numbers.first_pages, jnp.int32)
+  ring = jnp.where(
+    place < counts[:, None], first_pages[:, None] + 1 + place, jnp.int32(0)
+  )
+  pages = jnp.arange(numbers.total, dtype=jnp.int32)
+  page_place = pages - numbers.value_of(first_pages, pages) - 1
+  position = numbers.pool_of(pages) * ring_size + page_place
   return FreeQueue(
-    # Entries after the last page are outside of the span, so none is live.
-    ring=jnp.where(pages < num_pages, pages, jnp.int32(0)),
-    position=jnp.where(page_numbers > 0, page_numbers - 1, jnp.int32(NOWHERE)),
-    head=jnp.int32(0),
-    span=jnp.int32(num_pages - 1),
-    num_free=jnp.int32(num_pages - 1),
+    numbers=numbers,
+    ring=ring.reshape(-1),
+    position=jnp.where(page_place >= 0, position, jnp.int32(NOWHERE)),
+    head=jnp.zeros_like(counts),
+    # Separate buffers, so that each can be donated.
+    span=counts + jnp.int32(0),
+    num_free=counts,
   )
 
 
-def capacity(num_pages: int) -> int:
-  """Returns C, the number of positions of the ring."""
-  # A power of two, so that `_wrap` is one bitwise operation. With at least 2 N
-  # positions, there is room for N pushes between two sweeps.
-  return 2 << (num_pages - 1).bit_length()
+def capacity(numbers: PageNumbers) -> int:
+  """Returns C, the number of places of a ring."""
+  # A power of two, so that `_position` needs only one bitwise operation. With
+  # at least 2 N places, there is room for N pushes between two sweeps.
+  return 2 << (max(numbers.sizes) - 1).bit_length()
 
 
 def pop(
@@ -89,47 +106,56 @@ def pop(
   window: int,
   keeps: Callable[[Array], Array] | None = None,
 ) -> tuple[FreeQueue, Front]:
-  """Pops up to `num_pages` pages from the first `window` entries.
+  """Pops up to `num_pages`, int32[P], pages from the entries of `front`.
 
-  `keeps` maps pages, int32[W], to bool[W]. The first live page for which it
-  returns True stays in the queue, as do all later pages. None to pop any page.
+  `keeps` maps pages, int32[W], to bool[W]. The first live page of a pool for
+  which it returns True stays in the queue, as do all later pages of the pool.
+  None to pop any page.
 
-  If some of the `window` entries are stale, fewer pages can be popped. The
-  caller then calls `pop` again. Each call also removes stale entries. So
-  without `keeps`, repeated calls pop `num_pages` pages if as many are free.
+  If some entries are stale, fewer pages can be popped. The caller then calls
+  `pop` again. Each call also removes stale entries. So without `keeps`,
+  repeated calls pop `num_pages` pages if as many are free.
   """
-  lanes = jnp.arange(window, dtype=jnp.int32)
-  pages, live = entries_at(queue, lanes)
-  count = loops.cumulative_sum(live)
-  valid = live & (count <= num_pages)
+  pages, live = front(queue, window)
+  num_pools = queue.numbers.num_pools
+  shape = (num_pools, pages.shape[0] // num_pools)
+  lanes = jnp.arange(shape[1], dtype=jnp.int32)[None]
+  live = live.reshape(shape)
+  count = loops.cumulative_sum(live.T).T
+  valid = live & (count <= num_pages[:, None])
   if keeps is not None:
-    stop_lane = jnp.min(jnp.where(live & keeps(pages), lanes, window))
-    valid &= lanes < stop_lane
-  num_popped = jnp.sum(valid, dtype=jnp.int32)
+    is_kept = live & keeps(pages).reshape(shape)
+    stop_lane = jnp.min(jnp.where(is_kept, lanes, shape[1]), axis=1)
+    valid &= lanes < stop_lane[:, None]
+  num_popped = jnp.sum(valid, axis=1, dtype=jnp.int32)
   # The head stops at the first live entry that was not popped, or at the end.
-  stays = (live & ~valid) | (lanes >= queue.span)
-  passed = jnp.min(jnp.where(stays, lanes, window))
+  stays = (live & ~valid) | (lanes >= queue.span[:, None])
+  passed = jnp.min(jnp.where(stays, lanes, shape[1]), axis=1)
   # The positions of popped pages need no update. The head has passed their
   # entries, and an entry outside of the span is never live.
   queue = dataclasses.replace(
     queue,
-    head=_wrap(queue, queue.head + passed),
+    head=(queue.head + passed) & (_ring_size(queue) - 1),
     span=queue.span - passed,
     num_free=queue.num_free - num_popped,
   )
-  return queue, Front(pages, count - 1, valid)
+  return queue, Front(pages, count.reshape(-1) - 1, valid.reshape(-1))
 
 
-def entries_at(queue: FreeQueue, lanes: Array) -> tuple[Array, Array]:
-  """Reads the entries at distances `lanes`, int32[W], from the queue's head.
+def front(queue: FreeQueue, window: int) -> tuple[Array, Array]:
+  """Reads the first `window` // P entries of each pool, pool after pool.
 
   Returns:
     int32[W], the page of each entry, and bool[W], True for live entries.
   """
-  position = _wrap(queue, queue.head + lanes)
+  num_pools = queue.numbers.num_pools
+  lanes = jnp.arange(max(1, window // num_pools), dtype=jnp.int32)[None]
+  pool = jnp.arange(num_pools, dtype=jnp.int32)[:, None]
+  position = _position(queue, pool, queue.head[:, None] + lanes)
   pages = indexing.take(queue.ring, position)
   live = indexing.take(queue.position, pages, fill=NOWHERE) == position
-  return pages, live & (lanes < queue.span)
+  live &= lanes < queue.span[:, None]
+  return pages.reshape(-1), live.reshape(-1)
 
 
 def remove(
@@ -141,14 +167,15 @@ def remove(
   and int32[]: the number of distinct pages removed.
   """
   position, is_last = mark_last(queue.position, pages, valid)
-  count = jnp.sum(is_last, dtype=jnp.int32)
+  counts = _count_by_pool(queue.numbers, pages, is_last)
+  count = jnp.sum(counts, dtype=jnp.int32)
   # Without this dependency of the write on the read in `mark_last`, XLA would
   # copy `position`.
   removed_pages = loops.read_before(count, indexing.where_valid(valid, pages))
   queue = dataclasses.replace(
     queue,
     position=indexing.put(position, removed_pages, values=NOWHERE),
-    num_free=queue.num_free - count,
+    num_free=queue.num_free - counts,
   )
   return queue, count
 
@@ -167,11 +194,11 @@ def push_back(
       valid. `page_pool.to_front` reads their marks.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
-  rank = loops.cumulative_sum(valid)
-  # Ranks count from 1, so the first appended page gets the position after the
+  rank, counts = rank_by_pool(queue.numbers, pages, valid)
+  # Ranks count from 1, so the first appended page gets the place after the
   # span.
-  position = _wrap(queue, queue.head + queue.span + rank - 1)
-  return _grown(_write(queue, position, pages, valid, marks, marked), rank[-1])
+  position = _position_of(queue, pages, queue.head + queue.span, rank - 1)
+  return _grown(_write(queue, position, pages, valid, marks, marked), counts)
 
 
 def push(
@@ -190,49 +217,89 @@ def push(
     to_back: bool[W], the pages to append, all distinct.
     to_front: bool[W], the pages to prepend one by one, all distinct. None of
       them is in `to_back`.
-    turn: int32[W], the 0-based rank of each page in the order of prepending. So
-      the page with the highest rank becomes the first in the queue.
+    turn: int32[W], the 0-based rank of each page in the order of prepending
+      pages of its pool. So the page with the highest rank becomes the first in
+      the queue.
   """
-  rank = loops.cumulative_sum(to_back)
-  back = queue.head + queue.span + rank - 1
-  # Negative if the head is near the start of the ring. `_wrap` then continues
-  # at the ring's end.
-  front = queue.head - 1 - turn
-  position = _wrap(queue, jnp.where(to_front, front, back))
+  rank, counts = rank_by_pool(queue.numbers, pages, to_back)
+  # The places before a head near the start of the ring are negative.
+  # `_position` then continues at the ring's end.
+  offset = jnp.where(
+    to_front, -1 - turn, rank - 1 + queue.numbers.value_of(queue.span, pages)
+  )
+  position = _position_of(queue, pages, queue.head, offset)
   valid = to_back | to_front
   queue = _write(
     queue, position, pages, valid, position, sharding.zeros_like(valid)
   )
-  num_front = jnp.sum(to_front, dtype=jnp.int32)
-  return _grown(
-    dataclasses.replace(queue, head=_wrap(queue, queue.head - num_front)),
-    rank[-1] + num_front,
-  )
+  num_front = _count_by_pool(queue.numbers, pages, to_front)
+  head = (queue.head - num_front) & (_ring_size(queue) - 1)
+  return _grown(dataclasses.replace(queue, head=head), counts + num_front)
 
 
-def has_room(queue: FreeQueue, count: Array) -> Array:
-  """Returns bool[]: True if `count` pushes need no sweep."""
-  return queue.span + count <= queue.ring.shape[0]
+def rank_by_pool(
+  numbers: PageNumbers, pages: Array, valid: Array
+) -> tuple[Array, Array]:
+  """Counts the valid pages of each pool.
+
+  Args:
+    numbers: the page numbers of the pools.
+    pages: int32[W].
+    valid: bool[W].
+
+  Returns:
+    int32[W], for each page, the number of valid pages of its pool up to and
+    with this page; and int32[P], the number of valid pages of each pool.
+  """
+  if numbers.num_pools == 1:
+    rank = loops.cumulative_sum(valid)
+    return rank, rank[-1:]
+  counts = loops.cumulative_sum(_in_pools(numbers, pages, valid))
+  by_pool = [counts[:, pool] for pool in range(numbers.num_pools)]
+  return numbers.value_of(by_pool, pages), counts[-1]
 
 
-def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
-  """Makes room for `count` pushes, by a sweep if the ring is too full."""
-  ring_size = queue.ring.shape[0]
+def _count_by_pool(numbers: PageNumbers, pages: Array, valid: Array) -> Array:
+  """Returns int32[P]: the number of valid pages of each pool."""
+  in_pools = _in_pools(numbers, pages, valid)
+  return jnp.sum(in_pools, axis=0, dtype=jnp.int32)
+
+
+def _in_pools(numbers: PageNumbers, pages: Array, valid: Array) -> Array:
+  """Returns bool[W, P]: True for the pool of each valid page."""
+  pool = jnp.arange(numbers.num_pools, dtype=jnp.int32)[None]
+  if numbers.num_pools == 1:
+    return valid[:, None]
+  return valid[:, None] & (numbers.pool_of(pages)[:, None] == pool)
+
+
+def has_room(queue: FreeQueue, counts: Array) -> Array:
+  """Returns bool[]: True if `counts`, int32[P], pushes need no sweep."""
+  return jnp.all(queue.span + counts <= _ring_size(queue))
+
+
+def reserve(queue: FreeQueue, counts: Array) -> FreeQueue:
+  """Makes room for `counts`, int32[P], pushes, by a sweep if needed."""
+  num_pools, ring_size = queue.numbers.num_pools, _ring_size(queue)
 
   def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)
-    lanes = jnp.arange(ring_size, dtype=jnp.int32)
-    listed = indexing.where_valid(lanes < queue.num_free, ring)
+    place = jnp.arange(ring_size, dtype=jnp.int32)[None]
+    pool = jnp.arange(num_pools, dtype=jnp.int32)[:, None]
+    is_entry = place < queue.num_free[:, None]
+    pages = indexing.where_valid(is_entry, ring.reshape(num_pools, ring_size))
     return dataclasses.replace(
       queue,
       ring=ring,
-      position=indexing.put(queue.position, listed, values=lanes),
+      position=indexing.put(
+        queue.position, pages, values=pool * ring_size + place
+      ),
       head=sharding.zeros_like(queue.head),
       span=queue.num_free,
     )
 
   with jax.named_scope("rare/sweep"):
-    return loops.at_most_once(~has_room(queue, count), sweep, queue)
+    return loops.at_most_once(~has_room(queue, counts), sweep, queue)
 
 
 def mark_last(
@@ -259,12 +326,15 @@ def mark_last(
 
 
 def in_order(queue: FreeQueue) -> Array:
-  """Returns int32[C]: the free pages in eviction order, then zeros."""
-  lanes = jnp.arange(queue.ring.shape[0], dtype=jnp.int32)
-  pages, live = entries_at(queue, lanes)
-  rank = jnp.cumsum(live, dtype=jnp.int32) - 1
+  """Returns int32[P * C]: each pool's free pages in eviction order, then 0."""
+  ring_size = _ring_size(queue)
+  pages, live = front(queue, queue.ring.shape[0])
+  live = live.reshape(-1, ring_size)
+  rank = jnp.cumsum(live, axis=1, dtype=jnp.int32) - 1
+  pool = jnp.arange(live.shape[0], dtype=jnp.int32)[:, None]
+  place = indexing.where_valid(live, pool * ring_size + rank)
   return indexing.put(
-    jnp.zeros_like(queue.ring), indexing.where_valid(live, rank), values=pages
+    jnp.zeros_like(queue.ring), place.reshape(-1), values=pages
   )
 
 
@@ -289,13 +359,27 @@ def _write(
   )
 
 
-def _grown(queue: FreeQueue, count: Array) -> FreeQueue:
+def _grown(queue: FreeQueue, counts: Array) -> FreeQueue:
   return dataclasses.replace(
-    queue, span=queue.span + count, num_free=queue.num_free + count
+    queue, span=queue.span + counts, num_free=queue.num_free + counts
   )
 
 
-def _wrap(queue: FreeQueue, position: Array) -> Array:
-  # The capacity is a power of two, so this is the remainder, also of negative
-  # numbers.
-  return position & jnp.int32(queue.ring.shape[0] - 1)
+def _ring_size(queue: FreeQueue) -> int:
+  """Returns C, the number of places of a ring."""
+  return queue.ring.shape[0] // queue.numbers.num_pools
+
+
+def _position_of(
+  queue: FreeQueue, pages: Array, origin: Array, offset: Array
+) -> Array:
+  """Returns int32[W]: positions `offset` after each pool's `origin`."""
+  place = queue.numbers.value_of(origin, pages) + offset
+  return _position(queue, queue.numbers.pool_of(pages), place)
+
+
+def _position(queue: FreeQueue, pool: Array, place: Array) -> Array:
+  """Returns the position in `ring` of a place, modulo C, of a pool's ring."""
+  # C is a power of two, so this is the remainder, also of negative numbers.
+  ring_size = _ring_size(queue)
+  return pool * ring_size + (place & jnp.int32(ring_size - 1))

@@ -8,8 +8,12 @@ saved page overwrites it. Often the saved page was evicted for the hit, so the
 two contents exchange places. Both queues together keep cached pages in LRU
 order.
 
-Offload page h, 0 .. N2 - 1, has the number N + 1 + h in the index. In the
-host's queue it has the number 1 + h, because 0 is not a page there.
+Offload page h has the number N + 1 + h in the index. In the offload queue it
+has the number 1 + h, because 0 is not a page there. Each pool has offload
+pages; between those of two pools, one number is not used.
+
+The functions take pages as `free_queue.front` returns them: of W pages, the
+first W // P are those of pool 0, and so on.
 """
 
 import dataclasses
@@ -19,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
@@ -93,11 +98,11 @@ def init(config: CacheConfig) -> OffloadPages:
   counters = ("num_saved", "num_restored", "num_forgotten", "num_dropped")
   return OffloadPages(
     saves=config.max_restored_pages > 0,
-    queue=free_queue.init(config.offload_pages + 1),
+    queue=free_queue.init(config.offload_numbers),
     moves=Moves(
-      page=jnp.zeros((config.num_pages,), jnp.int32),
-      saved_to=jnp.zeros((config.num_pages,), jnp.int32),
-      restored_from=jnp.zeros((config.num_pages,), jnp.int32),
+      page=jnp.zeros((config.total_pages,), jnp.int32),
+      saved_to=jnp.zeros((config.total_pages,), jnp.int32),
+      restored_from=jnp.zeros((config.total_pages,), jnp.int32),
       count=jnp.zeros((), jnp.int32),
       start=jnp.zeros((), jnp.uint32),
     ),
@@ -122,32 +127,33 @@ def must_stay(
 ) -> Array:
   """Marks the pages that must stay in the device's queue.
 
-  A call can save at most one page for each live entry among the first W entries
-  of the offload queue. Pages that exceed this limit must stay.
+  A call can save at most one page for each live entry among the first W // P
+  entries of the pool's offload queue. Pages that exceed this limit must stay.
 
   Args:
     offload: the offload pages.
     index: the prefix index.
-    pages: int32[W], the pages at the front of the device's queue.
+    pages: int32[W], the pages at the fronts of the device's queues.
     first_number: page q of the offload queue has the number `first_number` + q.
     without_loops: True to stop before a page whose removal needs a loop, see
       `prefix_index.remove`.
 
   Returns:
-    bool[W]. A pop ends before the first live page with True.
+    bool[W]. A pop ends before the first live page of a pool with True.
   """
   entries = prefix_index.cached_among(index, pages, pages >= 0)
 
   def cached_that_stay(stays: Array) -> Array:
-    lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
-    targets, live = free_queue.entries_at(offload.queue, lanes)
+    targets, live = free_queue.front(offload.queue, pages.shape[0])
     saved = entries.valid & _are_saved(offload, index, entries.stamps)
     if without_loops:
       # The count ends before the first offload page whose removal needs a loop.
       passed = live & prefix_index.has_passed(index, first_number + targets)
-      live &= loops.cumulative_sum(passed) == 0
-    num_targets = jnp.sum(live, dtype=jnp.int32)
-    stays |= loops.cumulative_sum(saved) > num_targets
+      live &= _count_in_pool(offload, passed) == 0
+    live = _by_pool(offload, live)
+    num_targets = jnp.sum(live, axis=1, keepdims=True, dtype=jnp.int32)
+    num_targets = jnp.broadcast_to(num_targets, live.shape).reshape(-1)
+    stays |= _count_in_pool(offload, saved) > num_targets
     if without_loops:
       stays |= ~saved & prefix_index.has_passed(index, pages)
     return stays
@@ -191,8 +197,11 @@ def exchange(
     sources = jnp.concatenate([pages, first_number + restored])
     moved = jnp.concatenate([saved, valid & (restored > 0)])
   index, moving = prefix_index.lift(index, sources, moved)
-  num_saved = jnp.sum(saved, dtype=jnp.int32)
-  queue, front = free_queue.pop(offload.queue, num_saved, window=pages.shape[0])
+  saved_by_pool = jnp.sum(_by_pool(offload, saved), axis=1, dtype=jnp.int32)
+  num_saved = jnp.sum(saved_by_pool, dtype=jnp.int32)
+  queue, front = free_queue.pop(
+    offload.queue, saved_by_pool, window=pages.shape[0]
+  )
   # Cached offload pages that saved pages overwrite leave the index, and so do
   # cached device pages that are popped and not saved.
   index, was_cached = prefix_index.remove(
@@ -201,13 +210,15 @@ def exchange(
     jnp.concatenate([front.valid, valid & ~saved]),
     without_loops=without_loops,
   )
-  # The n-th saved page overwrites the n-th popped offload page.
+  # The n-th saved page of a pool overwrites its n-th popped offload page.
+  first_lane = _first_lanes(offload, pages.shape[0])
   saved_to = indexing.put(
     jnp.zeros_like(pages),
-    indexing.where_valid(front.valid, front.rank),
+    indexing.where_valid(front.valid, first_lane + front.rank),
     values=front.pages,
   )
-  target = indexing.take(saved_to, loops.cumulative_sum(saved) - 1)
+  rank = _count_in_pool(offload, saved) - 1
+  target = indexing.take(saved_to, first_lane + rank)
   target = jnp.where(saved, target, 0)
   targets = jnp.concatenate([first_number + target, pages])
   targets = targets[: sources.shape[0]]
@@ -236,18 +247,41 @@ def exchange(
 
 
 def to_front(offload: OffloadPages, pages: Array, valid: Array) -> OffloadPages:
-  """Moves valid offload pages, int32[X], all distinct, to the queue's front.
+  """Moves valid offload pages, int32[X], all distinct, to the queues' fronts.
 
-  The first valid page becomes the first in the queue.
+  The first valid page of a pool becomes the first in its queue.
   """
-  rank = loops.cumulative_sum(valid)
+  numbers = offload.queue.numbers
+  rank, counts = free_queue.rank_by_pool(numbers, pages, valid)
   # The pages are removed first, because `push` counts them as new entries.
   queue, _ = free_queue.remove(offload.queue, pages, valid)
-  queue = free_queue.reserve(queue, rank[-1])
+  queue = free_queue.reserve(queue, counts)
   queue = free_queue.push(
-    queue, pages, sharding.zeros_like(valid), valid, turn=rank[-1] - rank
+    queue,
+    pages,
+    sharding.zeros_like(valid),
+    valid,
+    turn=numbers.value_of(counts, pages) - rank,
   )
   return dataclasses.replace(offload, queue=queue)
+
+
+def _by_pool(offload: OffloadPages, values: Array) -> Array:
+  """Reshapes [W] to [P, W // P]."""
+  return values.reshape(offload.queue.numbers.num_pools, -1)
+
+
+def _count_in_pool(offload: OffloadPages, flags: Array) -> Array:
+  """Counts the True elements of a pool up to each element: int32[W]."""
+  by_pool = _by_pool(offload, flags)
+  return loops.cumulative_sum(by_pool.T).T.reshape(-1)
+
+
+def _first_lanes(offload: OffloadPages, count: int) -> Array:
+  """Returns int32[W]: the first element of each element's pool."""
+  num_lanes = count // offload.queue.numbers.num_pools
+  lanes = jnp.arange(count, dtype=jnp.int32)
+  return elementwise.quotient(lanes, num_lanes) * num_lanes
 
 
 def _are_saved(

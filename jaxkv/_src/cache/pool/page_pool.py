@@ -56,20 +56,23 @@ class Popped(NamedTuple):
 
   Attributes:
     pages: int32[W], page numbers.
-    rank: int32[W], the 0-based rank of a popped page among all popped pages.
+    rank: int32[W], the 0-based rank of a popped page among the popped pages of
+      its pool.
     valid: bool[W], True if the page was popped.
+    counts: int32[P], the number of popped pages of each pool.
     num_evicted: int32[], the number of popped pages that were cached.
   """
 
   pages: Array
   rank: Array
   valid: Array
+  counts: Array
   num_evicted: Array
 
 
 def init(config: CacheConfig) -> PoolState:
-  """Returns a pool of free pages, none of them cached."""
-  pages = config.num_pages
+  """Returns pools of free pages, none of them cached."""
+  pages = config.total_pages
   index = None
   if config.prefix_caching:
     index = prefix_index.init(config.num_numbers, max(config.page_sizes))
@@ -77,7 +80,7 @@ def init(config: CacheConfig) -> PoolState:
     unhashed_first=config.free_policy == "unhashed_first",
     ref_count=jnp.zeros((pages,), jnp.int32),
     pin_count=jnp.zeros((pages,), jnp.int32),
-    queue=free_queue.init(pages),
+    queue=free_queue.init(config.numbers),
     index=index,
     offload=offload_pages.init(config) if config.offload_pages else None,
   )
@@ -89,14 +92,14 @@ def pop(
   *,
   window: int,
   without_loops: bool = False,
-  restored: Callable[[Array], Array] | None = None,
+  restored: Callable[[Array, Array], Array] | None = None,
 ) -> tuple[PoolState, Popped]:
-  """Pops up to `num_pages` free pages, and evicts those that are cached.
+  """Pops up to `num_pages`, int32[P], free pages, and evicts cached ones.
 
-  Reads the first `window` entries of the queue. A call can pop fewer pages, for
-  example if entries are stale. The caller then calls again. `without_loops`
+  Reads the first `window` entries of the queues. A call can pop fewer pages,
+  for example if entries are stale. The caller then calls again. `without_loops`
   stops before the first page whose removal from the index needs a loop.
-  `restored` maps the ranks of popped pages to offload pages to restore,
+  `restored` maps popped pages and their ranks to offload pages to restore,
   int32[W].
   """
   keeps = None
@@ -112,6 +115,7 @@ def pop(
     )
   elif without_loops and index is not None:
     keeps = functools.partial(prefix_index.has_passed, index)
+  num_free = pool.queue.num_free
   queue, popped = free_queue.pop(
     pool.queue, num_pages, window=window, keeps=keeps
   )
@@ -121,7 +125,7 @@ def pop(
       pool,
       pages,
       valid,
-      None if restored is None else restored(rank),
+      None if restored is None else restored(pages, rank),
       without_loops=without_loops,
     )
   else:
@@ -135,7 +139,7 @@ def pop(
     ref_count=indexing.put(pool.ref_count, popped_pages, values=1),
     queue=queue,
   )
-  return pool, Popped(*popped, num_evicted)
+  return pool, Popped(*popped, num_free - queue.num_free, num_evicted)
 
 
 def restore(
@@ -158,40 +162,52 @@ def restore(
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
   leader = indexing.first_equal(indexing.where_valid(valid, pages))
   is_first = valid & (leader == lanes)
-  rank = loops.cumulative_sum(is_first)
-  num_restored = rank[-1]
+  numbers = pool.offload.queue.numbers
+  rank, counts = free_queue.rank_by_pool(numbers, pages, is_first)
+  # The pages to restore are listed pool after pool.
+  starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+  place = rank - 1 + numbers.value_of(starts, pages)
   listed = indexing.put(
     jnp.zeros_like(pages),
-    indexing.where_valid(is_first, rank - 1),
+    indexing.where_valid(is_first, place),
     values=pages,
   )
+  num_restored = jnp.sum(counts, dtype=jnp.int32)
   offload = offload_pages.to_front(pool.offload, listed, lanes < num_restored)
+  first_places = [starts[index] for index in range(numbers.num_pools)]
 
   def trip(loop):
     done, evicted, pool, device_pages = loop
+
+    def place_of(pages: Array, rank: Array) -> Array:
+      # A call can pop fewer pages than are missing, so the ranks continue from
+      # `done`.
+      first = [start + done[index] for index, start in enumerate(first_places)]
+      return rank + pool.queue.numbers.value_of(first, pages)
+
     pool, popped = pop(
       pool,
-      num_restored - done,
+      counts - done,
       window=loops.WINDOW,
-      restored=lambda rank: indexing.take(listed, done + rank),
+      restored=lambda *popped: indexing.take(listed, place_of(*popped)),
     )
-    # A call can pop fewer pages than are missing, so the ranks continue from
-    # `done`.
-    lane = indexing.where_valid(popped.valid, done + popped.rank)
+    lane = indexing.where_valid(
+      popped.valid, place_of(popped.pages, popped.rank)
+    )
     device_pages = indexing.put(device_pages, lane, values=popped.pages)
-    done = done + jnp.sum(popped.valid, dtype=jnp.int32)
+    done = done + popped.counts
     return done, evicted + popped.num_evicted, pool, device_pages
 
   start = (
-    sharding.zeros_like(num_restored),
+    sharding.zeros_like(counts),
     sharding.zeros_like(num_restored),
     dataclasses.replace(pool, offload=offload),
     sharding.zeros_like(listed),
   )
   _, evicted, pool, device_pages = lax.while_loop(
-    lambda loop: loop[0] < num_restored, trip, start
+    lambda loop: jnp.any(loop[0] < counts), trip, start
   )
-  device_pages = indexing.take(device_pages, indexing.take(rank, leader) - 1)
+  device_pages = indexing.take(device_pages, indexing.take(place, leader))
   # `pop` gave each page one reference, which belongs to its first item.
   repeated_pages = indexing.where_valid(valid & ~is_first, device_pages)
   ref_count = indexing.add(pool.ref_count, repeated_pages, values=1)
@@ -241,7 +257,7 @@ def drop(
 
 
 def drop_ranges(
-  pool: PoolState, pages: Array, items: Items, counts: Array, valid: Array
+  pool: PoolState, pages: Array, items: Items, valid: Array
 ) -> PoolState:
   """Combines `drop` and `to_front` for all pages in ranges of columns.
 
@@ -250,16 +266,18 @@ def drop_ranges(
     pages: int32[W], see `drop`.
     items: the range of each page, and the page's offset from the range's last
       column.
-    counts: int32[X], the number of items of each range.
     valid: bool[W].
   """
   pool, freed, unqueued = _unreference(pool, pages, valid)
   # The first item of a range is its last column, which must be prepended last.
   # So ranges are prepended in order, but the items of each range in reverse.
-  rank = loops.cumulative_sum(unqueued)
-  start = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
-  last_lane = start + indexing.take(counts, items.row) - 1
-  turn = indexing.take(rank, start - 1) + indexing.take(rank, last_lane) - rank
+  pool_index = pool.queue.numbers.pool_of(pages)
+  is_before = items.row[None] < items.row[:, None]
+  is_before |= (items.row[None] == items.row[:, None]) & (
+    items.offset[None] > items.offset[:, None]
+  )
+  is_before &= unqueued[None] & (pool_index[None] == pool_index[:, None])
+  turn = jnp.sum(is_before, axis=1, dtype=jnp.int32)
   queue = free_queue.push(
     pool.queue, pages, freed & ~unqueued, unqueued, turn=turn
   )
@@ -284,9 +302,9 @@ def to_front(
   # page is prepended once.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
   valid &= unqueued
-  turn = loops.cumulative_sum(valid) - 1
+  rank, _ = free_queue.rank_by_pool(pool.queue.numbers, pages, valid)
   queue = free_queue.push(
-    pool.queue, pages, sharding.zeros_like(valid), valid, turn=turn
+    pool.queue, pages, sharding.zeros_like(valid), valid, turn=rank - 1
   )
   return dataclasses.replace(pool, queue=queue)
 
@@ -370,11 +388,16 @@ def end_epoch(pool: PoolState) -> PoolState:
 
 
 def _most_pushes(pool: PoolState, num_references: Array) -> Array:
-  """Returns int32[]: the most pages that `num_references` drops can free."""
+  """Returns int32[P]: the most pages that `num_references` drops can free."""
   # Each page in use can become free only once, so the number of pages in use
   # bounds the pushes. After a sweep, the queue has room for all of them.
-  in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
-  return jnp.minimum(num_references, in_use)
+  return jnp.minimum(num_references, num_in_use(pool))
+
+
+def num_in_use(pool: PoolState) -> Array:
+  """Returns int32[P]: the number of pages that are not free."""
+  sizes = jnp.asarray(pool.queue.numbers.sizes, jnp.int32)
+  return sizes - 1 - pool.queue.num_free
 
 
 def _exchange(

@@ -47,18 +47,29 @@ class Ranges(NamedTuple):
     return self.stop - self.start
 
 
-def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
+def ranges(
+  slots: Array,
+  start: Array,
+  stop: Array,
+  groups: tuple[int, ...] | None = None,
+) -> Ranges:
   """Builds one range for each row and group, ordered by row, then by group.
 
   Args:
     slots: int32[R].
     start: int32[R, G].
     stop: int32[R, G]; if `stop` is less than `start`, the range is empty.
+    groups: the groups to include; None for all.
   """
   chex.assert_equal_shape([start, stop])
   chex.assert_shape(slots, start.shape[:1])
+  if groups is None:
+    groups = tuple(range(start.shape[1]))
+  elif len(groups) < start.shape[1]:
+    index = jnp.asarray(groups)
+    start, stop = start[:, index], stop[:, index]
   num_rows, num_groups = start.shape
-  group = jnp.tile(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
+  group = jnp.tile(jnp.asarray(groups, jnp.int32), num_rows)
   return Ranges(
     slot=jnp.repeat(slots, num_groups),
     group=group,
@@ -108,19 +119,30 @@ def attach(
 
 
 def grow(
-  pool: PoolState, table: Array, filled_ranges: Ranges
+  pool: PoolState,
+  table: Array,
+  ranges_of_pools: list[Ranges],
 ) -> tuple[PoolState, Array, Array]:
   """Pops a fresh page for every column of every range.
 
   Args:
     pool: the pool, with a free page for every column.
     table: int32[B, G, M].
-    filled_ranges: the columns to fill, which hold no page yet.
+    ranges_of_pools: for each pool, the columns to fill with its pages. The
+      columns hold no page yet.
 
   Returns:
     The pool, the table, and int32[]: the number of evicted pages.
   """
-  num_columns = jnp.sum(filled_ranges.counts, dtype=jnp.int32)
+  # Ordered by pool, so that one call of `locate` finds the columns of all
+  # pools.
+  filled_ranges = Ranges(
+    *(jnp.concatenate(parts) for parts in zip(*ranges_of_pools, strict=True))
+  )
+  num_columns = jnp.stack(
+    [jnp.sum(part.counts, dtype=jnp.int32) for part in ranges_of_pools]
+  )
+  first_items = jnp.cumsum(num_columns, dtype=jnp.int32) - num_columns
 
   # This loop cannot be a `for_each`, because an iteration can pop fewer pages
   # than its window has entries, for example if some entries are stale.
@@ -131,18 +153,22 @@ def grow(
       pool, num_columns - done, window=window, without_loops=is_first
     )
     # The columns are filled in order, so the ranks continue from `done`.
-    items = loops.locate(filled_ranges.counts, done + popped.rank)
+    item = popped.rank + pool.queue.numbers.value_of(
+      first_items + done, popped.pages
+    )
+    items = loops.locate(filled_ranges.counts, item)
     cell = place_of(filled_ranges, items._replace(valid=popped.valid))
     table = indexing.put(table, *cell, values=popped.pages)
-    done = done + jnp.sum(popped.valid, dtype=jnp.int32)
+    done = done + popped.counts
     return done, evicted + popped.num_evicted, pool, table
 
   zero = sharding.zeros_like(num_columns)
   first_trip = functools.partial(trip, is_first=True)
-  start = loops.on_gpu(first_trip, lambda loop: loop, (zero, zero, pool, table))
+  start = zero, zero[0], pool, table
+  start = loops.on_gpu(first_trip, lambda loop: loop, start)
   with jax.named_scope("rare/rest"):
     _, evicted, pool, table = lax.while_loop(
-      lambda loop: loop[0] < num_columns, trip, start
+      lambda loop: jnp.any(loop[0] < num_columns), trip, start
     )
   return pool, table, evicted
 
@@ -217,7 +243,7 @@ def _release(
     pool = loops.for_each(unqueued.counts, push_front, pool)
   # The loops above read the table, and `fill` writes to it. Without this
   # dependency of the write on the reads, XLA would copy the table.
-  stop_column = loops.read_before(pool.queue.num_free, cleared.stop)
+  stop_column = loops.read_before(pool.queue.num_free[0], cleared.stop)
   return pool, fill(table, cleared._replace(stop=stop_column), replacement)
 
 
@@ -228,11 +254,9 @@ def _release_without_loops(
   items = loops.first_items(cleared.counts)
   cell = place_of(cleared, items, descending=True)
   pages = indexing.take(table, *cell)
-  pool = page_pool.drop_ranges(
-    pool, pages, items, cleared.counts, _is_page(pool, pages)
-  )
+  pool = page_pool.drop_ranges(pool, pages, items, _is_page(pool, pages))
   # As in `_release`, the table must be read before it is written.
-  column = loops.read_before(pool.queue.num_free, cell[2])
+  column = loops.read_before(pool.queue.num_free[0], cell[2])
   table = indexing.put(table, *cell[:2], column, values=replacement)
   return pool, table
 

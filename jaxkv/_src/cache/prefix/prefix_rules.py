@@ -149,7 +149,7 @@ def has_plain_hits(config: CacheConfig) -> bool:
   Then the longest hit of full attention is the hit of all groups, unless
   another group lacks a page that it needs to continue from there.
   """
-  kinds = set(config.groups)
+  kinds = set(config.rules)
   full = [type(kind) for kind in kinds if isinstance(kind, FullAttention)]
   if full != [FullAttention]:
     return False

@@ -210,7 +210,7 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
     config: the cache's groups and `offload_policy`.
     pages: int32[R, G, P].
   """
-  is_offloaded = pages > config.num_pages
+  is_offloaded = pages > config.total_pages
   count = is_offloaded.astype(np.int32)
   # If all groups have the same page size, a column has the same tokens in each
   # group. Then the pages of a column are restored together in all groups that
@@ -281,7 +281,7 @@ def agree(
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(
-    zip(config.groups, config.page_sizes, strict=True)
+    zip(config.rules, config.page_sizes, strict=True)
   ):
     members.setdefault(key, []).append(group)
   kinds = [

@@ -20,6 +20,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import SlotRows
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
@@ -52,6 +53,10 @@ class Reservation(NamedTuple):
   def num_fresh(self) -> Array:
     """int32[R, G]: the number of pages to pop."""
     return self.stop - self.fresh
+
+  def needed(self, config: CacheConfig) -> Array:
+    """Returns int32[R, P]: the number of pages to pop from each pool."""
+    return sum_by_pool(config, self.num_fresh)
 
   def of(self, valid: Array) -> "Reservation":
     """Keeps the columns of valid rows; other rows get empty ranges."""
@@ -102,7 +107,8 @@ def reserve(
     code: int32[R], the statuses so far; only rows with OK are served.
     hits: int32[R, G, P], the cached page of each column; new sequences attach
       the columns from `first` to `hit - 1`. None for no hits.
-    keep_free: int32[R], pages that must stay free after a row is served.
+    keep_free: int32[R, P], pages of each pool that must stay free after a row
+      is served; None for 0.
     pops: False to attach the hits only; a later `reserve` pops the fresh pages.
     suffices: True if the free pages are known to be enough for all rows.
 
@@ -174,7 +180,10 @@ def take(
     # Columns between two states hold the null page.
     skipped = page_table.ranges(slots, plan.hit, plan.fresh)
     table = page_table.fill(table, skipped, 0)
-  fresh_ranges = page_table.ranges(slots, plan.fresh, plan.stop)
+  fresh_ranges = [
+    page_table.ranges(slots, plan.fresh, plan.stop, groups)
+    for groups in state.config.groups_of_pools
+  ]
   pool, table, evicted = page_table.grow(state.pool, table, fresh_ranges)
   return dataclasses.replace(
     state,
@@ -182,7 +191,7 @@ def take(
     num_pages=num_pages,
     pool=pool,
     stats=counted(
-      state.stats, popped_pages=fresh_ranges.counts, evicted_pages=evicted
+      state.stats, popped_pages=plan.num_fresh, evicted_pages=evicted
     ),
   )
 
@@ -195,7 +204,7 @@ def grant(
   hits: Array | None = None,
   keep_free: Array | None = None,
 ) -> Array:
-  """Returns `code` with OUT_OF_PAGES for the rows that do not fit.
+  """Returns `code` with OUT_OF_PAGES for the rows that do not fit in all pools.
 
   A row costs one free page for each page that it pops, each hit that it removes
   from the free queue, and each hit in offload memory. A hit costs nothing if an
@@ -203,7 +212,7 @@ def grant(
   """
   chex.assert_equal_shape([code, plan.begins])
   asked = code == Status.OK
-  need = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
+  need = plan.needed(state.config)
   keep_free = sharding.zeros_like(need) if keep_free is None else keep_free
   if hits is None or hits.shape[-1] == 0:
     granted = in_order(need, asked, state.pool.queue.num_free, keep_free)
@@ -218,10 +227,11 @@ def in_order(
   """Serves rows in order and skips rows that do not fit.
 
   Args:
-    need: int32[R], the number of pages that a row needs, not negative.
+    need: int32[R, P], the number of pages that a row needs from each pool, not
+      negative.
     asked: bool[R], the rows to serve.
-    available: int32[], the number of free pages.
-    keep_free: int32[R], pages that must stay free after a row is served, not
+    available: int32[P], the number of free pages of each pool.
+    keep_free: int32[R, P], pages that must stay free after a row is served, not
       negative.
 
   Returns:
@@ -231,25 +241,37 @@ def in_order(
   # rows fit, the loop does not run. Each iteration finds the first row that
   # does not fit, and counts the pages that the rows before it leave free. It
   # refuses this row, and each later row that does not fit in these free pages.
-  hopeless = asked & (need > available - keep_free)
+  limit = available[None] - keep_free
+  hopeless = asked & jnp.any(need > limit, axis=1)
 
   def overdrawn(granted: Array) -> Array:
-    num_taken = loops.cumulative_sum(jnp.where(granted, need, 0))
-    return granted & (num_taken > available - keep_free)
+    num_taken = loops.cumulative_sum(jnp.where(granted[:, None], need, 0))
+    return granted & jnp.any(num_taken > limit, axis=1)
 
   def refuse(granted: Array) -> Array:
     rows = jnp.arange(need.shape[0], dtype=jnp.int32)
     exceeds = overdrawn(granted)
     is_before = rows < jnp.min(jnp.where(exceeds, rows, need.shape[0]))
-    num_left = available - jnp.sum(
-      jnp.where(granted & is_before, need, 0), dtype=jnp.int32
-    )
-    return granted & (is_before | (need <= num_left - keep_free))
+    num_taken = jnp.where((granted & is_before)[:, None], need, 0)
+    num_taken = jnp.sum(num_taken, axis=0, dtype=jnp.int32)[None]
+    fits = jnp.all(need <= limit - num_taken, axis=1)
+    return granted & (is_before | fits)
 
   with jax.named_scope("rare/refuse"):
     return lax.while_loop(
       lambda granted: jnp.any(overdrawn(granted)), refuse, asked & ~hopeless
     )
+
+
+def sum_by_pool(config: CacheConfig, by_group: Array) -> Array:
+  """Sums int32[R, G] over the groups of each pool, to int32[R, P]."""
+  if config.num_pools == 1:
+    return jnp.sum(by_group, axis=1, dtype=jnp.int32)[:, None]
+  sums = [
+    sum(by_group[:, group] for group in groups)
+    for groups in config.groups_of_pools
+  ]
+  return jnp.stack(sums, axis=1)
 
 
 def pages_in_column(
@@ -282,7 +304,7 @@ def hold_hits(
   """
   if hits.size == 0:
     return state, hits
-  first_number = state.config.num_pages
+  first_number = state.config.total_pages
   is_held = mask.reshape(-1)
 
   def hold(
@@ -323,7 +345,7 @@ def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
   attached = _attached(plan, hits)
   costs = page_pool.is_free(state.pool, hits)
   if state.pool.offload is not None:
-    costs |= hits > state.config.num_pages
+    costs |= hits > state.config.total_pages
   return attached & costs
 
 
@@ -342,9 +364,15 @@ def _grant_with_hits(
   keep_free: Array,
 ) -> Array:
   """Serves rows like `in_order`, but counts a hit of several rows once."""
+  config = state.config
   available = state.pool.queue.num_free
   free = free_hits(state, plan, hits) & asked[:, None, None]
-  max_need = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)
+
+  def cost_of(free: Array) -> Array:
+    """Returns int32[R, P]: the free hits of each pool."""
+    return sum_by_pool(config, jnp.sum(free, axis=2, dtype=jnp.int32))
+
+  max_need = need + cost_of(free)
 
   def one_by_one() -> Array:
     def serve(carry, row):
@@ -352,8 +380,8 @@ def _grant_with_hits(
       # A page has the same column in all sequences that hit it.
       equal = free & (hits == hits[row][None])
       touched = jnp.any(equal & granted[:, None, None], axis=0)
-      cost = need[row] + jnp.sum(free[row] & ~touched, dtype=jnp.int32)
-      fits = asked[row] & (cost <= budget - keep_free[row])
+      cost = need[row] + cost_of((free[row] & ~touched)[None])[0]
+      fits = asked[row] & jnp.all(cost <= budget - keep_free[row])
       granted = granted.at[row].set(fits)
       return (granted, budget - jnp.where(fits, cost, 0)), None
 
@@ -362,8 +390,9 @@ def _grant_with_hits(
     return lax.scan(serve, (no_rows, available), row_numbers)[0][0]
 
   # The largest number of any row, so that the test below holds for each row.
-  max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
+  max_keep_free = jnp.max(jnp.where(asked[:, None], keep_free, 0), axis=0)
   # If all rows fit even if no hit is shared, no sequential scan is needed.
-  max_needed = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
-  all_fit = max_needed <= available - max_keep_free
+  max_needed = jnp.where(asked[:, None], max_need, 0)
+  max_needed = jnp.sum(max_needed, axis=0, dtype=jnp.int32)
+  all_fit = jnp.all(max_needed <= available - max_keep_free)
   return lax.cond(all_fit, lambda: asked, one_by_one)

@@ -136,9 +136,9 @@ def admit(
     num_tokens: int32[R], at least 1. Pages are allocated for this number of
       tokens after the cached prefix, such as the first chunk of a prompt.
       `allocate` makes room for later chunks. None for all tokens.
-    keep_free: int32[R], pages that must stay free after the row is served, as
-      a reserve for running sequences (a watermark) or for later chunks of the
-      prompt. None for 0.
+    keep_free: int32[R], pages that must stay free in each pool after the row
+      is served, as a reserve for running sequences (a watermark) or for later
+      chunks of the prompt. None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a
@@ -167,7 +167,7 @@ def admit(
     max_length=tokens.shape[1],
     skipped=~mask_or_all(mask, tokens),
     num_tokens=num_tokens,
-    keep_free=keep_free,
+    keep_free=None if keep_free is None else keep_free[:, None],
   )
 
 
@@ -196,13 +196,16 @@ def admit_found(
       free, but not to pop these. A later `allocate.make_room` pops them. Until
       then, all other calls must leave this number of pages free.
     num_tokens: see `admit`.
-    keep_free: see `admit`.
+    keep_free: int32[R, 1 or P], pages that must stay free in each pool after
+      the row is served; None for 0.
   """
   config = state.config
   num_tokens = lengths if num_tokens is None else num_tokens
-  keep_free = jnp.zeros_like(lengths) if keep_free is None else keep_free
+  if keep_free is None:
+    keep_free = jnp.zeros_like(lengths)[:, None]
+  keep_free = jnp.broadcast_to(keep_free, (*lengths.shape, config.num_pools))
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
-  bad_length |= keep_free < 0
+  bad_length |= jnp.any(keep_free < 0, axis=1)
   # A row reports the first case that applies. So the order is part of the API.
   code = first_code(
     (skipped, Status.SKIPPED),

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -49,7 +51,9 @@ def stats(state: CacheState) -> Stats:
 
 @verb
 def usage(state: CacheState) -> Array:
-  """Returns the fraction of pages in use, not counting the null page.
+  """Returns the fraction of pages in use, in the fullest pool.
+
+  Pages that no sequence can get, such as the null page, do not count.
 
   Args:
     state: the cache.
@@ -64,8 +68,9 @@ def usage(state: CacheState) -> Array:
     >>> float(jaxkv.usage(state))
     0.0
   """
-  pages = state.config.num_pages - 1
-  return (pages - state.pool.queue.num_free).astype(jnp.float32) / pages
+  usable_pages = jnp.asarray(state.config.numbers.sizes, jnp.float32) - 1
+  num_used = page_pool.num_in_use(state.pool).astype(jnp.float32)
+  return jnp.max(num_used / usable_pages)
 
 
 @verb
@@ -98,14 +103,19 @@ def num_common_prefix_pages(state: CacheState) -> Array:
   )
 
 
-def free_pages(state: CacheState) -> list[int]:
+def free_pages(state: CacheState, *, pool: int | None = None) -> list[int]:
   """Returns the free pages in eviction order. Runs on the host.
 
   Args:
     state: the cache.
+    pool: the index of a pool; None for all pools, one after the other.
 
   Returns:
     Page numbers.
+
+  Raises:
+    TypeError: `pool` is not an int, or `state` is not a CacheState.
+    ValueError: the pool does not exist, or `state` is a stack of states.
 
   Examples:
     >>> import jaxkv
@@ -115,7 +125,11 @@ def free_pages(state: CacheState) -> list[int]:
     [1, 2, 3]
   """
   check_single(state)
-  pages = np.asarray(_in_order(state.pool.queue))
+  num_pools = state.config.num_pools
+  if pool is not None and as_count("pool", pool, 0) >= num_pools:
+    refuse(ValueError, "pool", f"below {num_pools}, the number of pools", pool)
+  pages = np.asarray(_in_order(state.pool.queue)).reshape(num_pools, -1)
+  pages = pages if pool is None else pages[pool]
   return pages[pages > 0].tolist()
 
 
@@ -126,7 +140,8 @@ def cached_pages(state: CacheState) -> list[int]:
     state: the cache.
 
   Returns:
-    Page numbers; offload page h has the number `num_pages + 1 + h`.
+    Page numbers; with one pool, offload page h has the number `num_pages + 1 +
+    h`.
 
   Examples:
     >>> import jaxkv

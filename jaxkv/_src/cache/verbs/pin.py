@@ -257,7 +257,7 @@ def evict(
   # Earlier verbs of the same program read the index, and `num_free` depends on
   # these reads. This dependency on `num_free` places the write after the reads,
   # so XLA updates the index in place and does not copy it.
-  evicted_pages = loops.read_before(state.pool.queue.num_free, flat_pages)
+  evicted_pages = loops.read_before(state.pool.queue.num_free[0], flat_pages)
   pool, _ = page_pool.unpublish(state.pool, evicted_pages, code == Status.OK)
   return _result(state, pool, code, pages)
 
@@ -275,11 +275,14 @@ def _first_code(
   case: tuple[Array, Status],
   last_page: int | None = None,
 ) -> Array:
-  no_page = state.config.no_page
-  last_page = no_page if last_page is None else last_page
+  config = state.config
+  no_page = config.no_page
+  is_page = config.numbers.are_given(flat_pages)
+  if last_page is not None:
+    is_page |= (flat_pages > no_page) & (flat_pages <= last_page)
   return first_code(
     (flat_pages == no_page, Status.SKIPPED),
-    ((flat_pages < 1) | (flat_pages > last_page), Status.BAD_PAGE),
+    (~is_page, Status.BAD_PAGE),
     case,
   )
 

@@ -58,7 +58,7 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
     True
   """
   pool = state.pool
-  is_in_use = pool.queue.num_free < state.config.num_pages - 1
+  is_in_use = jnp.any(page_pool.num_in_use(pool) > 0)
   code = first_code((is_in_use, Status.STILL_HELD))
   state = dataclasses.replace(state, pool=page_pool.clear(pool, ~is_in_use))
   return state, Outcome(code=code)
