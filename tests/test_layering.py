@@ -61,7 +61,7 @@ _CACHE_LAYERS = (
   ("state",),
   ("pool",),
   ("prefix",),
-  ("config",),
+  ("config", "pool_sizes"),
   ("group_kinds",),
   ("describe",),
 )

@@ -30,7 +30,6 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import set_status
-from jaxkv._src.engine.requests import max_pages
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import chunk_size
@@ -233,5 +232,7 @@ def pages_at_once(
   """Returns the most pages that sequences of a length hold, int32[R, G]."""
   columns = cache_config.sizes.columns_for(length)
   most_in_flight = chunk_size(cache_config, config) + config.decode_steps - 1
-  limits = max_pages(cache_config, most_in_flight, cache_config.slot_tokens)
+  limits = cache_config.sizes.max_pages(
+    most_in_flight, cache_config.slot_tokens
+  )
   return jnp.minimum(columns, jnp.asarray(limits, jnp.int32)[None])

@@ -8,43 +8,67 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.kv.attend import attend
-from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import check_config
+from jaxkv._src.kv.kv_pages import init
+from jaxkv._src.kv.layer_groups import LayerGroups
+from jaxkv._src.kv.layer_groups import group_layers
 from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.write import write
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-  """The layer group and the memory layer of each decoder layer.
-
-  A memory layer is the part of a page that one decoder layer uses.
+  """The layer groups and memory layers of a model; see `plan_layers`.
 
   Attributes:
     windows: the window of each layer, in the order in which the layers attend;
       None for full attention.
-    kinds: the kind of each group, for `CacheConfig.groups`.
-    places: the group and the memory layer of each layer.
-    num_memory_layers: the number of memory layers of a page, which is the size
-      of the largest group; `num_layers` of `jaxkv.kv.init`.
+    groups: the layer groups, and the place of each layer in their pages.
   """
 
   windows: tuple[int | None, ...]
-  kinds: tuple[GroupKind, ...]
-  places: tuple[tuple[int, int], ...]
-  num_memory_layers: int
+  groups: LayerGroups
+
+  @property
+  def kinds(self) -> tuple[GroupKind, ...]:
+    """The kind of each group, for `CacheConfig.groups`."""
+    return self.groups.kinds
+
+  def init_kv(self, config: CacheConfig, **sizes: Any) -> Any:
+    """Makes pages of zeros for all layers.
+
+    Args:
+      config: the sizes of a cache with `groups=plan.kinds`.
+      **sizes: arguments of `jaxkv.kv.init` besides `num_layers` and `group`.
+
+    Returns:
+      The `KVPages`; with several pools, a tuple with those of each pool.
+
+    Raises:
+      TypeError: `config` is not a CacheConfig, or a size is missing.
+      ValueError: `config` has other groups, or a size is out of range.
+    """
+    check_config(config)
+    remedy = "make the cache with CacheConfig(groups=plan.kinds)"
+    self.groups.check(config, remedy)
+    pools = tuple(
+      init(
+        config, num_layers=self.groups.num_layers[group], group=group, **sizes
+      )
+      for group in self.groups.by_pool
+    )
+    return pools[0] if len(pools) == 1 else pools
 
 
 def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
-  """Divides layers into groups, of equal size if possible.
+  """Divides layers into a group for each window, in the order of first layers.
 
-  All layers of a group have the same window. A group has at most as many layers
-  as the rarest window, so other windows can have several groups. Layers of
-  different groups use the same memory layers, because no page belongs to two
-  groups at a time.
+  Groups with equally many layers share a pool of pages.
 
   Args:
     windows: the window of each layer, in the order in which the layers attend;
@@ -55,31 +79,16 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
 
   Examples:
     >>> plan = plan_layers((4, 4, None, 4, 4, None))
-    >>> len(plan.kinds), plan.num_memory_layers, plan.places[:3]
-    (3, 2, ((1, 0), (1, 1), (0, 0)))
+    >>> [kind.pool for kind in plan.kinds], plan.groups.num_layers
+    ([0, 1], (4, 2))
   """
   if not windows:
     raise ValueError("`windows` must have an entry for each layer, got none.")
-  by_kind: dict[int | None, list[int]] = {}
-  for layer, window in enumerate(windows):
-    by_kind.setdefault(window, []).append(layer)
-  # With this size, only the last group of a window can have unused memory
-  # layers.
-  group_size = min(len(layers) for layers in by_kind.values())
-  kinds: list[GroupKind] = []
-  locations: dict[int, tuple[int, int]] = {}
-  for window in sorted(by_kind, key=lambda window: window or 0):
-    layers = by_kind[window]
-    for start in range(0, len(layers), group_size):
-      for memory_layer, layer in enumerate(layers[start : start + group_size]):
-        locations[layer] = len(kinds), memory_layer
-      kinds.append(FullAttention() if window is None else SlidingWindow(window))
-  return LayerPlan(
-    windows=tuple(windows),
-    kinds=tuple(kinds),
-    places=tuple(locations[layer] for layer in range(len(windows))),
-    num_memory_layers=group_size,
-  )
+  kinds = [
+    FullAttention() if window is None else SlidingWindow(window)
+    for window in windows
+  ]
+  return LayerPlan(tuple(windows), group_layers(kinds, [None] * len(kinds)))
 
 
 class LayerMemory:
@@ -92,22 +101,32 @@ class LayerMemory:
   size.
 
   Attributes:
-    kv: the pages, which `attend` replaces.
     batch: the tokens of the call.
   """
 
-  def __init__(self, plan: LayerPlan, batch: Batch, kv: KVPages):
+  def __init__(self, plan: LayerPlan, batch: Batch, kv: Any):
     if len(batch.views) != len(plan.kinds):
       raise ValueError(
         f"`batch.views` must have a view for each of the {len(plan.kinds)} "
         f"groups of the plan, got {len(batch.views)}; make the cache with "
         "CacheConfig(groups=plan.kinds)."
       )
-    self.kv = kv
+    self._pools = kv if isinstance(kv, tuple) else (kv,)
+    num_pools = len(plan.groups.by_pool)
+    if len(self._pools) != num_pools:
+      raise ValueError(
+        f"`kv` must have the {num_pools} pools of the plan, got "
+        f"{len(self._pools)}; make it with plan.init_kv."
+      )
     self.batch = batch
     self._plan = plan
     self._layer = 0
     self._has_picked = False
+
+  @property
+  def kv(self) -> Any:
+    """The pages, as `LayerPlan.init_kv` returns them; `attend` changes them."""
+    return self._pools[0] if len(self._pools) == 1 else self._pools
 
   def __getitem__(self, name: Any) -> "LayerMemory":
     """Returns `self`, because some models index their cache by layer."""
@@ -151,7 +170,7 @@ class LayerMemory:
         f"{len(self._plan.windows)}; add the missing ones."
       )
     window = self._plan.windows[self._layer]
-    group, layer = self._plan.places[self._layer]
+    group, layer = self._plan.groups.places[self._layer]
     # Calls are counted, because a layer does not know its index.
     self._layer += 1
     view = self.batch.views[group]
@@ -162,8 +181,10 @@ class LayerMemory:
       alibi_slopes=alibi_slopes,
       window=window,
     )
-    self.kv = write(self.kv, view, layer, k, v)
-    return attend(self.kv, view, layer, q, options=attention, **options)
+    pool = self._plan.kinds[group].pool
+    pages = write(self._pools[pool], view, layer, k, v)
+    self._pools = (*self._pools[:pool], pages, *self._pools[pool + 1 :])
+    return attend(pages, view, layer, q, options=attention, **options)
 
   def pick(self, x: jax.Array) -> jax.Array:
     """Selects the columns that get logits: [1, C, E] to [1, X, E].

@@ -1,0 +1,113 @@
+"""Divides memory between the pools of a cache.
+
+A pool gets pages for running sequences, and then pages for cached ones. All
+pools can hold the same number of cached conversations, because a prefix hit
+needs the pages of all groups.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxkv._src.arrays.arguments import refuse
+from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.group_kinds import GroupSizes
+
+
+class PoolNeeds(NamedTuple):
+  """The pages of each pool that sequences need, [P].
+
+  Attributes:
+    running: pages of a running sequence.
+    cached: pages of a cached conversation.
+  """
+
+  running: tuple[int, ...]
+  cached: tuple[int, ...]
+
+  def least(self, num_sequences: int) -> tuple[int, ...]:
+    """Returns the fewest pages of each pool with which sequences can run."""
+    # The first page of a pool is not usable.
+    return tuple(1 + num_sequences * count for count in self.running)
+
+  def fill(
+    self, sizes: Sequence[int], costs: Sequence[int], limit: int
+  ) -> tuple[int, ...]:
+    """Adds pages for as many cached conversations as a limit allows.
+
+    Args:
+      sizes: pages of each pool, whose cost is at most `limit`.
+      costs: the cost of a page of each pool, such as its bytes.
+      limit: the maximum cost of all pages together.
+    """
+    num_parts = max(self.cached)
+
+    def with_parts(parts: int) -> tuple[int, ...]:
+      # A part of a conversation is one page of the pool that has most pages.
+      return tuple(
+        size + parts * count // num_parts
+        for size, count in zip(sizes, self.cached, strict=True)
+      )
+
+    most_parts = 0
+    step = 1 << limit.bit_length()
+    while step:
+      if cost_of(with_parts(most_parts + step), costs) <= limit:
+        most_parts += step
+      step //= 2
+    return with_parts(most_parts)
+
+  def divide(self, num_pages: int, num_sequences: int) -> tuple[int, ...]:
+    """Divides a number of pages between the pools.
+
+    Args:
+      num_pages: the pages of all pools together.
+      num_sequences: the maximum number of sequences at a time; fewer can run at
+        a time if the pages do not suffice.
+
+    Raises:
+      ValueError: the pages do not suffice for one sequence.
+    """
+    num_pools = len(self.running)
+    least = sum(self.least(1))
+    if num_pages < least:
+      expected = f"at least {least}, for one sequence in {num_pools} pools"
+      refuse(ValueError, "num_pages", expected, num_pages)
+    most_sequences = (num_pages - num_pools) // sum(self.running)
+    sizes = self.least(min(num_sequences, most_sequences))
+    return self.fill(sizes, (1,) * num_pools, num_pages)
+
+
+def cost_of(sizes: Sequence[int], costs: Sequence[int]) -> int:
+  """Returns the cost of the pages of all pools."""
+  return sum(size * cost for size, cost in zip(sizes, costs, strict=True))
+
+
+def pool_needs(
+  groups: tuple[GroupKind, ...],
+  *,
+  page_size: int,
+  step_tokens: int,
+  max_length: int,
+) -> PoolNeeds:
+  """Returns the pages of each pool that sequences of `max_length` tokens need.
+
+  Args:
+    groups: the kinds of the groups; all have pages of `page_size` tokens.
+    page_size: tokens per page.
+    step_tokens: the maximum number of tokens of a sequence in a step.
+    max_length: tokens of a sequence.
+  """
+  page_sizes = (page_size,) * len(groups)
+  sizes = GroupSizes(groups, page_sizes, max_length)
+  running = sizes.max_pages(step_tokens, max_length)
+  cached = sizes.max_pages(0, max_length)
+  pools = [kind.pool for kind in groups]
+
+  def by_pool(pages: Sequence[int]) -> tuple[int, ...]:
+    counts = [0] * (1 + max(pools))
+    for pool, count in zip(pools, pages, strict=True):
+      counts[pool] += count
+    return tuple(counts)
+
+  # Admission keeps a page of each group free for every running sequence.
+  return PoolNeeds(by_pool([count + 1 for count in running]), by_pool(cached))
