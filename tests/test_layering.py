@@ -61,7 +61,8 @@ _CACHE_LAYERS = (
   ("state",),
   ("pool",),
   ("prefix",),
-  ("config", "pool_sizes"),
+  ("pool_sizes",),
+  ("config",),
   ("group_kinds",),
   ("describe",),
 )

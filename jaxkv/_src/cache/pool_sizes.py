@@ -5,10 +5,17 @@ pools can hold the same number of cached conversations, because a prefix hit
 needs the pages of all groups.
 """
 
+import functools
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import refuse
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
 
@@ -80,6 +87,75 @@ class PoolNeeds(NamedTuple):
 def cost_of(sizes: Sequence[int], costs: Sequence[int]) -> int:
   """Returns the cost of the pages of all pools."""
   return sum(size * cost for size, cost in zip(sizes, costs, strict=True))
+
+
+def sized_config(
+  groups: tuple[GroupKind, ...],
+  *,
+  num_slots: int,
+  max_length: int,
+  page_size: int,
+  step_tokens: int,
+  num_pages: int | tuple[int, ...] | None,
+  options: Mapping[str, Any],
+  memory: int | None = None,
+  page_bytes: Callable[[CacheConfig], int | tuple[int, ...]] | None = None,
+) -> CacheConfig:
+  """Implements `jaxkv.models.cache_config` for layer groups.
+
+  Args:
+    groups: the kinds of the groups.
+    num_slots: see `jaxkv.models.cache_config`; so are the other arguments.
+    max_length: tokens of the longest sequence.
+    page_size: tokens per page of all groups.
+    step_tokens: the maximum number of tokens of a sequence in a step.
+    num_pages: pages of all pools, or a tuple with those of each pool.
+    options: other fields of `CacheConfig`.
+    memory: bytes of all pools.
+    page_bytes: returns the bytes of a page of each pool; needed for `memory`.
+  """
+  num_slots = as_count("num_slots", num_slots, 1)
+  max_length = as_count("max_length", max_length, 1)
+  page_size = as_count("page_size", page_size, 1)
+  step_tokens = as_count("step_tokens", step_tokens, 1)
+  make_config = functools.partial(
+    CacheConfig,
+    page_size=page_size,
+    num_slots=num_slots,
+    pages_per_slot=-(-max_length // page_size),
+    groups=groups,
+    **options,
+  )
+  needs = pool_needs(
+    groups,
+    page_size=page_size,
+    step_tokens=step_tokens,
+    max_length=max_length,
+  )
+  if memory is not None and num_pages is not None:
+    hint = "give one of the two"
+    refuse(ValueError, "num_pages", "None with `memory`", num_pages, hint)
+  if num_pages is not None:
+    # A tuple has the pages of each pool, and one pool gets all pages.
+    if not isinstance(num_pages, tuple) and len(needs.running) > 1:
+      num_pages = as_count("num_pages", num_pages, 1)
+      num_pages = needs.divide(num_pages, num_slots)
+    return make_config(num_pages=num_pages)
+  config = make_config(num_pages=needs.least(num_slots))
+  if memory is None or page_bytes is None:
+    return config
+  memory = as_int("memory", memory)
+  sizes = config.numbers.sizes
+  costs = page_bytes(config)
+  costs = costs if isinstance(costs, tuple) else (costs,)
+  least = cost_of(sizes, costs)
+  if memory < least:
+    requirement = (
+      f"at least {least} bytes for {num_slots} sequences of {max_length} tokens"
+    )
+    hint = "lower num_slots or max_length"
+    refuse(ValueError, "memory", requirement, memory, hint)
+  return make_config(num_pages=needs.fill(sizes, costs, memory))
 
 
 def pool_needs(

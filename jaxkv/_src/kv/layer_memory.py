@@ -12,6 +12,7 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.cache.pool_sizes import sized_config
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import init
@@ -36,14 +37,45 @@ class LayerPlan:
 
   @property
   def kinds(self) -> tuple[GroupKind, ...]:
-    """The kind of each group, for `CacheConfig.groups`."""
+    """The kind of each group, with its pool."""
     return self.groups.kinds
+
+  def cache_config(
+    self,
+    *,
+    num_slots: int,
+    max_length: int,
+    page_size: int = 16,
+    num_pages: int | tuple[int, ...] | None = None,
+    step_tokens: int = 256,
+    **options: Any,
+  ) -> CacheConfig:
+    """Sizes the pools of a cache, as `jaxkv.models.cache_config` does.
+
+    Args:
+      num_slots: B, the maximum number of sequences at a time.
+      max_length: the maximum number of tokens of a sequence.
+      page_size: S, tokens per page of all groups.
+      num_pages: the pages of all pools together, or a tuple with the pages of
+        each pool; None for the fewest with which all slots can run.
+      step_tokens: the maximum number of tokens of a sequence in a step.
+      **options: other fields of `jaxkv.CacheConfig`.
+    """
+    return sized_config(
+      self.kinds,
+      num_slots=num_slots,
+      max_length=max_length,
+      page_size=page_size,
+      num_pages=num_pages,
+      step_tokens=step_tokens,
+      options=options,
+    )
 
   def init_kv(self, config: CacheConfig, **sizes: Any) -> Any:
     """Makes pages of zeros for all layers.
 
     Args:
-      config: the sizes of a cache with `groups=plan.kinds`.
+      config: the sizes of a cache with the groups of the plan.
       **sizes: arguments of `jaxkv.kv.init` besides `num_layers` and `group`.
 
     Returns:
@@ -54,8 +86,7 @@ class LayerPlan:
       ValueError: `config` has other groups, or a size is out of range.
     """
     check_config(config)
-    remedy = "make the cache with CacheConfig(groups=plan.kinds)"
-    self.groups.check(config, remedy)
+    self.groups.check(config, "make the cache with plan.cache_config")
     pools = tuple(
       init(
         config, num_layers=self.groups.num_layers[group], group=group, **sizes
@@ -81,6 +112,8 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
     >>> plan = plan_layers((4, 4, None, 4, 4, None))
     >>> [kind.pool for kind in plan.kinds], plan.groups.num_layers
     ([0, 1], (4, 2))
+    >>> plan.cache_config(num_slots=3, max_length=64, page_size=4).num_pages
+    (52, 52)
   """
   if not windows:
     raise ValueError("`windows` must have an entry for each layer, got none.")
@@ -109,7 +142,7 @@ class LayerMemory:
       raise ValueError(
         f"`batch.views` must have a view for each of the {len(plan.kinds)} "
         f"groups of the plan, got {len(batch.views)}; make the cache with "
-        "CacheConfig(groups=plan.kinds)."
+        "plan.cache_config."
       )
     self._pools = kv if isinstance(kv, tuple) else (kv,)
     num_pools = len(plan.groups.by_pool)

@@ -5,12 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxkv._src.arrays.arguments import as_count
-from jaxkv._src.arrays.arguments import as_int
-from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool_sizes import cost_of
-from jaxkv._src.cache.pool_sizes import pool_needs
+from jaxkv._src.cache.pool_sizes import sized_config
 from jaxkv._src.kv.pools import page_bytes
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.init_kv import cache_groups
@@ -89,51 +85,19 @@ def cache_config(
     >>> config.num_pages
     (75, 508)
   """
-  num_slots = as_count("num_slots", num_slots, 1)
-  max_length = as_count("max_length", max_length, 1)
-  page_size = as_count("page_size", page_size, 1)
-  step_tokens = as_count("step_tokens", step_tokens, 1)
-  memory = None if memory is None else as_int("memory", memory)
-  if memory is not None and num_pages is not None:
-    hint = "give one of the two"
-    refuse(ValueError, "num_pages", "None with `memory`", num_pages, hint)
-  groups = cache_groups(decoder)
-  needs = pool_needs(
-    groups,
+  make_kv = functools.partial(
+    init_kv, decoder, dtype=dtype, record_experts=record_experts
+  )
+  return sized_config(
+    cache_groups(decoder),
+    num_slots=num_slots,
+    max_length=max_length,
     page_size=page_size,
     step_tokens=step_tokens,
-    max_length=max_length,
+    num_pages=num_pages,
+    memory=memory,
+    page_bytes=lambda config: page_bytes(
+      jax.eval_shape(lambda: make_kv(config))
+    ),
+    options=options,
   )
-  make_config = functools.partial(
-    CacheConfig,
-    page_size=page_size,
-    num_slots=num_slots,
-    pages_per_slot=-(-max_length // page_size),
-    groups=groups,
-    **options,
-  )
-  if num_pages is not None:
-    # A tuple has the pages of each pool. The pages of one pool need no rule.
-    if not isinstance(num_pages, tuple) and len(needs.running) > 1:
-      num_pages = as_count("num_pages", num_pages, 1)
-      num_pages = needs.divide(num_pages, num_slots)
-    return make_config(num_pages=num_pages)
-  config = make_config(num_pages=needs.least(num_slots))
-  if memory is None:
-    return config
-  sizes = config.numbers.sizes
-  kv = jax.eval_shape(
-    functools.partial(
-      init_kv, decoder, config, dtype=dtype, record_experts=record_experts
-    )
-  )
-  costs = page_bytes(kv)
-  costs = costs if isinstance(costs, tuple) else (costs,)
-  least = cost_of(sizes, costs)
-  if memory < least:
-    requirement = (
-      f"at least {least} bytes for {num_slots} sequences of {max_length} tokens"
-    )
-    hint = "lower num_slots or max_length"
-    refuse(ValueError, "memory", requirement, memory, hint)
-  return make_config(num_pages=needs.fill(sizes, costs, memory))
