@@ -319,6 +319,9 @@ SETUPS = {
     worse="crowded",
     num_pages=(10, 14, 6),
     offload_pages=(4, 3, 2),
+    # A page of states costs more than those of K/V.
+    offload_policy=OffloadPolicy(10, 10),
+    page_bytes=(1, 1, 2),
     **LONG,
     **MERGE,
     **CLASSIC,

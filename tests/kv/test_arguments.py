@@ -168,14 +168,18 @@ class TestCheck:
     config = self.config(groups=groups)
     memory.check(KV, config)
     memory.check(make(page_size=2 * SIZE), config)
-    with pytest.raises(ValueError, match=r"of 4 or 8 tokens, .* of 16; make"):
+    with pytest.raises(
+      ValueError, match=r"of 4 .* or .* of 8 tokens, .* of 16 tokens; make"
+    ):
       memory.check(make(page_size=4 * SIZE), config)
 
   @pytest.mark.parametrize(
     "changes", [{"num_pages": PAGES - 1}, {"page_size": 2}]
   )
   def test_other_pages_are_refused(self, changes):
-    with pytest.raises(ValueError, match=r"`kv` must .* got 24 of 4; make"):
+    with pytest.raises(
+      ValueError, match=r"`kv` must .* got 24 pages of 4 tokens; make"
+    ):
       memory.check(KV, self.config(**changes))
 
   def test_states_instead_of_configs_are_refused(self):

@@ -26,7 +26,7 @@ def test_more_pages_than_a_trip_of_the_loop():
     kv, k=jnp.arange(kv.k.size, dtype=jnp.float32).reshape(kv.k.shape)
   )
   listed = rng.permutation(np.arange(1, _PAGES))[:42].astype(np.int32)
-  contents = read_pages(kv, jnp.asarray(listed))
+  contents = read_pages(kv, [jnp.asarray(listed)])
   sources = rng.integers(0, 42, 45).astype(np.int32)
   pages = rng.permutation(np.arange(1, _PAGES))[:45].astype(np.int32)
   pages[[0, 7, 8, 30, 44]] = 0

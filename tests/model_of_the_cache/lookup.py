@@ -67,11 +67,9 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
     for column in range(group.full_pages(len(tokens)))
   }
   pages = _worth_restoring(pool, pages, groups)
-
-  def cached(index: int, column: int) -> bool:
-    return pages.get((index, column)) is not None
-
-  length, junction = longest_prefix(groups, cached, len(tokens))
+  if pool.restored_tokens is not None:
+    pages = _worth_in_all(pool, pages, groups, len(tokens))
+  length, junction = _longest(groups, pages, len(tokens))
   num_skipped = [group.skipped_pages(length) for group in groups]
   needed = [
     [pages[index, column] for column in range(count, group.full_pages(length))]
@@ -80,6 +78,33 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
     )
   ]
   return Hit(length, num_skipped, needed, junction)
+
+
+def _longest(groups: list[Group], pages: dict, length: int) -> tuple[int, int]:
+  """Returns `longest_prefix` of the pages that were found."""
+  return longest_prefix(groups, lambda *place: pages.get(place), length)
+
+
+def _worth_in_all(
+  pool: Pool, pages: dict, groups: list[Group], length: int
+) -> dict:
+  """Drops all pages on the host if the whole hit is not worth their return."""
+  on_device = {
+    place: page
+    for place, page in pages.items()
+    if page is not None and not pool.is_offloaded(page)
+  }
+  num_tokens, _ = _longest(groups, pages, length)
+  cost = 0.0
+  for index, group in enumerate(groups):
+    for column in range(
+      group.skipped_pages(num_tokens), group.full_pages(num_tokens)
+    ):
+      page = pages[index, column]
+      if pool.is_offloaded(page):
+        cost += pool.restored_tokens[pool.pool_of[page]]
+  gained = num_tokens - _longest(groups, on_device, length)[0]
+  return pages if cost < gained else on_device
 
 
 def _worth_restoring(pool: Pool, pages: dict, groups: list[Group]) -> dict:

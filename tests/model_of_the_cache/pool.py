@@ -26,6 +26,8 @@ class Pool:
     stale_before: value of the clock at the last epoch. Pages that got their key
       before are not saved.
     max_restored: the number of pages of a column that return at most.
+    restored_tokens: for each pool, the tokens that a returned page must save;
+      None if columns are judged.
     saved, restored, forgotten, dropped: as in `Stats`.
     moves: device page, offload page saved to, offload page restored from, for
       each move of the latest verb; None for no offload page.
@@ -37,7 +39,9 @@ class Pool:
     unhashed_first: bool = True,
     offload_sizes: tuple[int, ...] = (0,),
     max_restored: float = float("inf"),
+    restored_tokens: tuple[float, ...] | None = None,
   ):
+    self.restored_tokens = restored_tokens
     self.max_restored = max_restored
     self.unhashed_first = unhashed_first
     self.num_pages = num_pages = sum(sizes)

@@ -53,6 +53,7 @@ class Slots:
       config.free_policy == "unhashed_first",
       _listed(config.offload_pages or (0,) * config.num_pools),
       config.max_restored_pages,
+      config.restored_tokens,
     )
     self.epoch = 0
     self.error = Status.OK

@@ -69,7 +69,7 @@ def test_pages_of_running_sequences_move():
   _, exported = rollout.export(source, [0, 1, 2, 3])
   assert exported.runs.all() and exported.num_computed.tolist() == lengths
   num_pages = sum(len(group) for row in columns for group in row)
-  is_page = np.asarray(exported.page) < exported.contents[0].shape[0]
+  is_page = np.asarray(exported.page) >= 0
   assert num_pages > 16 and int(is_page.sum()) == num_pages
   for row, groups in enumerate(columns):
     for group, held in enumerate(groups):
@@ -128,5 +128,5 @@ def test_export_ends_before_an_offloaded_page():
   assert match.num_cached_tokens.tolist() == [6]
   _, exported = rollout.export(state, [0])
   assert exported.num_computed.tolist() == [2]
-  is_page = np.asarray(exported.page) < exported.contents[0].shape[0]
+  is_page = np.asarray(exported.page) >= 0
   assert is_page[0, 0].tolist() == [True] + [False] * 6

@@ -112,9 +112,12 @@ class CacheConfig:
       that the device evicts are saved there. See `jaxkv.kv.move`. With several
       pools, a tuple with the offloaded pages of each pool.
     offload_policy: the pages that can return from offload memory. "always":
-      all. "never": none. A `OffloadPolicy`: pages whose return takes less time
+      all. "never": none. An `OffloadPolicy`: pages whose return takes less time
       than computing their tokens again. A lookup treats other offloaded pages
-      as not cached. If no page can return, evicted pages are not saved.
+      as not cached. If no page can return, evicted pages are not saved. With
+      one pool, the policy compares the pages of each column with its tokens.
+      With several pools, it compares all offloaded pages of a hit with the
+      tokens by which they make the hit longer.
     page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`; a
       tuple with several pools. Only a `OffloadPolicy` needs these numbers; 0 if
       they are not known.
@@ -307,6 +310,11 @@ class CacheConfig:
     return self.numbers.total
 
   @property
+  def num_offload_pages(self) -> int:
+    """N2, the offloaded pages of all pools."""
+    return self.offload_numbers.total - len(self.offload_numbers.sizes)
+
+  @property
   def num_pools(self) -> int:
     """P, the number of pools."""
     return self.numbers.num_pools
@@ -366,11 +374,30 @@ class CacheConfig:
 
   @functools.cached_property
   def max_restored_pages(self) -> int:
-    """The largest number of pages to restore for a page's worth of tokens."""
-    if isinstance(self.offload_policy, OffloadPolicy):
-      min_page_size = min(self.page_sizes)
-      return self.offload_policy.max_pages(self.page_bytes, min_page_size)
-    return self.num_groups if self.offload_policy == "always" else 0
+    """The largest number of pages to restore for a page's worth of tokens.
+
+    With several pools, an `OffloadPolicy` judges whole hits instead, see
+    `restored_tokens`.
+    """
+    policy = self.offload_policy
+    page_bytes = self.page_bytes
+    if isinstance(policy, OffloadPolicy) and isinstance(page_bytes, int):
+      return policy.max_pages(page_bytes, min(self.page_sizes))
+    return 0 if policy == "never" else self.num_groups
+
+  @functools.cached_property
+  def restored_tokens(self) -> tuple[float, ...] | None:
+    """For each pool, the tokens computed in the time of restoring a page.
+
+    None with one pool, or without an `OffloadPolicy`.
+    """
+    policy = self.offload_policy
+    if not isinstance(policy, OffloadPolicy) or self.num_pools == 1:
+      return None
+    return tuple(
+      num_bytes / policy.bytes_per_second * policy.tokens_per_second
+      for num_bytes in _by_pool(self.page_bytes)
+    )
 
   @property
   def preferred_pages(self) -> int | None:
@@ -399,11 +426,11 @@ def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
   counts = tuple(as_count(name, count, minimum) for count in value)
   if not counts:
     refuse(ValueError, name, "a number, or one for each pool", value)
-  return counts if len(counts) > 1 else counts[0]
+  return counts if counts[1:] else counts[0]
 
 
 def _by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
-  return counts if isinstance(counts, tuple) else (counts,)
+  return (counts,) if isinstance(counts, int) else counts
 
 
 def _check_choice(

@@ -45,9 +45,8 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
     pages.append(f"{np.count_nonzero(free)} free pages cached")
     if state.pool.offload is not None:
       num_offloaded = len(cached) - len(on_device)
-      num_offload_pages = config.offload_numbers.total - config.num_pools
       pages.append(
-        f"{num_offloaded} of {num_offload_pages} offload pages cached"
+        f"{num_offloaded} of {config.num_offload_pages} offload pages cached"
       )
   error = int(state.error)
   return (

@@ -151,7 +151,7 @@ def _bytes_per_second() -> str:
     restored_from=pages,
     count=jnp.int32(count),
   )
-  num_bytes = count * jaxkv.kv.page_bytes(kv)
+  num_bytes = sum(pages.nbytes for pages in offload.pages)
   memories = [kv, offload]
   # Donated, because a copy of the pools would take longer than the moves.
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))

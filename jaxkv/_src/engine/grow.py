@@ -49,7 +49,7 @@ def grow(
 def needed_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns int32[P]: the pages of each pool that `grow` needs without drafts."""
+  """Returns int32[P]: the pages that `grow` needs without drafts."""
   missing = missing_tokens(queue, slots, cache)
   return num_new_pages(cache, limit_to_chunk(cache, missing, config))
 

@@ -307,9 +307,9 @@ def check_fits(
   )
   pairs = zip(needed, cache_config.numbers.sizes, strict=True)
   if longest and any(count > size for count, size in pairs):
+    least = needed if cache_config.num_pools > 1 else max(needed)
     raise ValueError(
-      "`CacheConfig.num_pages` must be at least "
-      f"{needed if len(needed) > 1 else needed[0]} for the longest "
+      f"`CacheConfig.num_pages` must be at least {least} for the longest "
       f"sequence of {longest} tokens, got {cache_config.num_pages}."
     )
 

@@ -348,7 +348,7 @@ def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
   # Restoring an offloaded page takes a free page, as attaching a free page
   # does.
   counts = state.pool.ref_count
-  num_pages = state.config.num_pages
+  num_pages = state.config.total_pages
   return sum(
     1
     for growth, pages in zip(plan, hits, strict=True)

@@ -104,7 +104,7 @@ def make(
     max_model_len=max_model_len,
     max_encoder_tokens=encoder,
     # Rounded down, as in vLLM.
-    keep_free=int(watermark * config.num_pages),
+    keep_free=int(watermark * config.total_pages),
     most_pages=tuple(
       kind.most_pages(size, in_flight, encoder if is_encoder else max_model_len)
       for kind, size, is_encoder in zip(

@@ -176,4 +176,4 @@ class Inspection:
   @property
   def usage(self) -> float:
     """The fraction of usable pages, without the null page, that are held."""
-    return 1 - self.num_free_pages / (self.config.num_pages - 1)
+    return 1 - self.num_free_pages / (self.config.total_pages - 1)

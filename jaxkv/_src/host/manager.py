@@ -450,7 +450,7 @@ class CacheManager(Inspection):
   def reset_prefix_cache(self) -> bool:
     """Empties the prefix cache if all pages are free; else returns False."""
     state = self._state
-    if state.pool.num_free < self.config.num_pages - 1:
+    if state.pool.num_free < self.config.total_pages - 1:
       return False
     state.pool.clear()
     statistics = dataclasses.replace(state.statistics, reset=True)

@@ -87,7 +87,7 @@ class HostPool:
 
   def __init__(self, options: ManagerOptions, undo_log: UndoLog):
     config = options.config
-    num_pages = config.num_pages
+    num_pages = config.total_pages
     num_numbers = config.num_numbers
     self.undo_log = undo_log
     self.unhashed_first = config.free_policy == "unhashed_first"

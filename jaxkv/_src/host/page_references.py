@@ -60,7 +60,7 @@ class Pages:
   @atomic
   def hold(self, page_ids: Iterable[int]) -> None:
     """Adds a reference to each page; free pages leave the free queue."""
-    pages = as_page_ids(page_ids, 1, self._state.config.num_pages - 1)
+    pages = as_page_ids(page_ids, 1, self._state.config.total_pages - 1)
     self._state.pool.hold(pages)
     self._state.pool.pin(pages, 1)
 
@@ -72,7 +72,7 @@ class Pages:
       ValueError: an id names a page more often than callers have references to
         it.
     """
-    pages = as_page_ids(page_ids, 1, self._state.config.num_pages - 1)
+    pages = as_page_ids(page_ids, 1, self._state.config.total_pages - 1)
     pool = self._state.pool
     # Decremented first, so that a page that is named too often has a negative
     # count. If the check raises, the undo log restores the counts.

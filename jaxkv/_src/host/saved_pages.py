@@ -36,8 +36,8 @@ class SavedPages:
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
     self._undo_log = undo_log
-    self._num_pages = config.num_pages
-    self._num_offload_pages = count = config.offload_pages
+    self._num_pages = config.total_pages
+    self._num_offload_pages = count = config.num_offload_pages
     self.saves = config.max_restored_pages > 0
     self.queue = FreeList(range(1, count + 1), count + 1, undo_log)
     self.moves: list[tuple[int, int, int]] = []

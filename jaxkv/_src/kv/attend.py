@@ -24,6 +24,7 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import decode_lengths
 from jaxkv._src.kv.view import rows_of
+from jaxkv._src.kv.view import view_in_memory
 
 
 def attend(
@@ -237,6 +238,7 @@ def _attend(
   if exact:
     rectangle = functools.partial(_exact, tiled_attention.attend_rectangle)
     packed = functools.partial(_exact, tiled_attention.attend_packed)
+  view = view_in_memory(kv, view)
   if not isinstance(view, PackedView):
     return rectangle(kv, view, q, call)
   # Decoding tokens use the decode kernels. Packed attention would compute a

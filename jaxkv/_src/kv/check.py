@@ -15,6 +15,7 @@ from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.offload_memory import OffloadMemory
 from jaxkv._src.kv.offload_memory import checked
 from jaxkv._src.kv.offload_memory import misuse_of
+from jaxkv._src.kv.offload_memory import offload_counts
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 
@@ -53,22 +54,47 @@ def check(
     >>> jaxkv.kv.check(kv, config)
   """
   check_config(config)
-  # Page sizes may differ between groups, and a pool may serve only one group.
-  page_sizes = sorted(set(config.page_sizes))
+  # Page sizes may differ between groups, and a memory may serve only one group.
+  shapes = {
+    (*place, page_size)
+    for pool, place in enumerate(
+      zip(config.numbers.first_pages, config.numbers.sizes, strict=True)
+    )
+    for page_size in {
+      config.page_sizes[group] for group in config.groups_of_pools[pool]
+    }
+  }
+  found = set()
   for index, pool in enumerate(pools_of(kv)):
     check_not_donated("kv", jax.tree.leaves(pool)[0])
-    if pool.num_pages != config.num_pages or pool.page_size not in page_sizes:
+    shape = pool.first_page, pool.num_pages, pool.page_size
+    found.add(pool.first_page)
+    if shape not in shapes:
       name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
+      expected = " or ".join(map(_described, sorted(shapes)))
       raise ValueError(
-        f"`{name}` must have {config.num_pages} pages of"
-        f" {' or '.join(map(str, page_sizes))} tokens, as the cache has, got"
-        f" {pool.num_pages} of {pool.page_size}; make it from state.config."
+        f"`{name}` must have {expected}, as the cache has, got"
+        f" {_described(shape)}; make it from state.config."
       )
+  missing = set(config.numbers.first_pages) - found
+  if missing:
+    pool = config.numbers.first_pages.index(min(missing))
+    raise ValueError(
+      f"`kv` must have pages for each pool, got none for pool {pool} of groups "
+      f"{config.groups_of_pools[pool]}; make a tuple of memories, one with "
+      f"group={config.groups_of_pools[pool][0]}."
+    )
   if state is not None:
     check_single(state)
   if offload is not None:
     check_offload(kv, offload, config)
     _check_moves(offload, state)
+
+
+def _described(shape: tuple[int, int, int]) -> str:
+  first_page, num_pages, page_size = shape
+  text = f"{num_pages} pages of {page_size} tokens"
+  return f"{text} from page {first_page} on" if first_page else text
 
 
 def check_offload(
@@ -83,10 +109,12 @@ def check_offload(
       "cache with CacheConfig(offload_pages=...)."
     )
   offload = checked(kv, offload)
-  if offload.pages[0].shape[0] != config.offload_pages:
+  counts = offload_counts(kv, config)
+  actual_counts = tuple(pages.shape[0] for pages in offload.pages)
+  if actual_counts != counts:
     raise ValueError(
       f"`offload` must have {config.offload_pages} pages, as the cache has, "
-      f"got {offload.pages[0].shape[0]}; make it with "
+      f"in arrays of {counts}, got {actual_counts}; make it with "
       "jaxkv.kv.init_offload(kv, config)."
     )
 

@@ -18,6 +18,9 @@ from jaxkv._src.kv import storage_dtypes
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import check_sizes
+from jaxkv._src.kv.kv_pages import first_page_of
+from jaxkv._src.kv.kv_pages import in_memory
+from jaxkv._src.kv.kv_pages import pages_of_group
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.write import token_places
@@ -37,11 +40,13 @@ class ExpertIdPages:
     values: X expert ids of each token.  # uint8 or uint16[L * N, S, X]
     num_layers: L.
     group: the layer group whose pages hold the ids.
+    first_page: see `KVPages`.
   """
 
   values: jax.Array
   num_layers: int = dataclasses.field(metadata={"static": True})
   group: int = dataclasses.field(metadata={"static": True})
+  first_page: int = dataclasses.field(default=0, metadata={"static": True})
 
   @property
   def num_pages(self) -> int:
@@ -78,8 +83,8 @@ def init_expert_ids(
   group that keeps its pages while a sequence runs, such as `FullAttention`.
 
   Args:
-    config: the configuration of the cache. It gives N, the pages of a layer
-      including the null page, and S, the tokens of a page.
+    config: the configuration of the cache. It gives N, the pages of the group's
+      pool including the null page, and S, the tokens of a page.
     num_layers: L. L * N must fit int32.
     width: X, expert ids of a token in one layer.
     dtype: uint8 or uint16.
@@ -97,9 +102,13 @@ def init_expert_ids(
   check_config(config)
   check_sizes(config, group, num_layers=num_layers, width=width)
   dtype = storage_dtypes.as_dtype("dtype", dtype, _FORMATS)
-  shape = (num_layers * config.num_pages, config.page_sizes[group], width)
+  num_pages = num_layers * pages_of_group(config, group)
+  shape = (num_pages, config.page_sizes[group], width)
   return ExpertIdPages(
-    values=jnp.zeros(shape, dtype), num_layers=int(num_layers), group=group
+    values=jnp.zeros(shape, dtype),
+    num_layers=int(num_layers),
+    group=group,
+    first_page=first_page_of(config, group),
   )
 
 
@@ -182,6 +191,7 @@ def read_expert_ids(
 def _read(
   pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
+  page_table = in_memory(pages, page_table)
   has_page = (page_table > 0) & (page_table < pages.num_pages)
   layer = jnp.arange(pages.num_layers, dtype=jnp.int32)
   ids = page_table[:, :, None] + (layer * pages.num_pages)[None, None]

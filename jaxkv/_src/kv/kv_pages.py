@@ -20,8 +20,9 @@ class KVPages:
   """Keys and values of all layers, in pages.
 
   The first axis holds the N pages of each of L layers: page p of layer l is at
-  index l * N + p. A page holds S tokens with K heads of D elements. Page 0 of
-  each layer is the null page, which is never written and never attended to.
+  index l * N + p - `first_page`. A page holds S tokens with K heads of D
+  elements. The first page of each layer is the null page, which is never
+  written and never attended to.
 
   With `value_dim` the pages hold one latent vector for each token (MLA). The
   vector is the key, and its leading elements are the value, so `v` is None.
@@ -30,6 +31,8 @@ class KVPages:
     k: keys, in the storage dtype (see `dtype`).
     v: values, in the same dtype; None for latents.
     num_layers: L.
+    first_page: the number of the first page of the memory's pool, see
+      `jaxkv.CacheConfig.num_pages`. Pages of other pools are ignored.
     dtype: the number format of keys and values, such as "bfloat16". The storage
       dtype is the same, or the integer dtype of the bits: uint16 for bfloat16
       and uint8 for float8_e4m3fn.
@@ -47,6 +50,7 @@ class KVPages:
   v: jax.Array | None  # storage dtype[L * N, K, S, D]
   num_layers: int = dataclasses.field(metadata={"static": True})
   dtype: str = dataclasses.field(metadata={"static": True})
+  first_page: int = dataclasses.field(default=0, metadata={"static": True})
   k_scale: jax.Array | None = None  # float32[L * N, K, S]
   v_scale: jax.Array | None = None  # float32[L * N, K, S]
   value_dim: int | None = dataclasses.field(
@@ -96,8 +100,8 @@ def init(
   memory. L is then the number of layers of the largest group.
 
   Args:
-    config: the configuration of the cache. It gives N, the pages of a layer
-      including the null page, and S, the tokens of a page.
+    config: the configuration of the cache. It gives N, the pages of the group's
+      pool including the null page, and S, the tokens of a page.
     num_layers: L. L * N must fit int32.
     num_kv_heads: K, the number of key-value heads; 1 for latents.
     head_dim: D, elements of a key, and of a value unless pages hold latents.
@@ -108,7 +112,8 @@ def init(
       the last three `write` computes a scale for each token and head. None for
       bfloat16; `write` then refuses float32 keys and values, which would be
       rounded silently.
-    group: the layer group that gives the page size, if page sizes differ.
+    group: a layer group whose keys and values the pages hold. It gives the pool
+      and the page size.
     storage_dtype: dtype of the buffers. None for `dtype`, except that a CPU
       uses uint16 for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write
       into a pool of float8_e5m2 rewrites the whole buffer, which is slow.
@@ -140,7 +145,7 @@ def init(
   dtype = dtype or jnp.bfloat16
   dtype = storage_dtypes.as_dtype("dtype", dtype, storage_dtypes.FORMATS)
   storage_dtype = storage_dtypes.resolve(dtype, storage_dtype)
-  pages = num_layers * config.num_pages
+  pages = num_layers * pages_of_group(config, group)
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   has_scales = dtype.itemsize == 1
   is_latent = value_dim is not None
@@ -149,6 +154,7 @@ def init(
     k=jnp.zeros(shape, storage_dtype),
     v=None if is_latent else jnp.zeros(shape, storage_dtype),
     num_layers=int(num_layers),
+    first_page=first_page_of(config, group),
     dtype=dtype.name,
     k_scale=jnp.ones(shape[:3], jnp.float32) if has_scales else None,
     v_scale=(
@@ -183,7 +189,7 @@ def gather(
 def _gather(
   kv: KVPages, layer: jax.Array, page_table: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  ids = in_layer(kv, page_table)
+  ids = in_layer(kv, in_memory(kv, page_table))
   offset = layer * kv.num_pages
 
   def dense(pages: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -223,10 +229,11 @@ def check_sizes(
     arguments.as_count(name, count, 1)
   check_group(config, group)
   # The index of a page over all layers must fit int32.
-  if num_layers * config.num_pages > np.iinfo(np.int32).max:
+  num_pages = pages_of_group(config, group)
+  if num_layers * num_pages > np.iinfo(np.int32).max:
     raise ValueError(
       "`num_layers` must be such that num_layers * num_pages fits int32, got"
-      f" {num_layers} * {config.num_pages}."
+      f" {num_layers} * {num_pages}."
     )
 
 
@@ -257,8 +264,31 @@ def check_layer(kv: Any, layer: jax.Array | int) -> None:
     arguments.refuse(ValueError, "layer", expected, int(layer))
 
 
-def in_layer(kv: Any, page_ids: jax.Array) -> jax.Array:
-  """Returns page ids, with L * N in place of ids out of a layer's range."""
-  # An id from N to L * N - 1 would be a page of another layer.
-  is_page = (page_ids >= 0) & (page_ids < kv.num_pages)
-  return jnp.where(is_page, page_ids, kv.num_layers * kv.num_pages)
+def pages_of_group(config: CacheConfig, group: int) -> int:
+  """Returns N, the pages of a group's pool, its first page included."""
+  return config.numbers.sizes[config.groups[group].pool]
+
+
+def first_page_of(config: CacheConfig, group: int) -> int:
+  """Returns the number of the first page of a group's pool."""
+  return config.numbers.first_pages[config.groups[group].pool]
+
+
+def in_memory(kv: Any, page_ids: jax.Array) -> jax.Array:
+  """Converts page numbers to rows of one layer of a memory of any kind.
+
+  The null page becomes row 0. Pages of other pools become N, which is out of
+  range.
+  """
+  if kv.first_page == 0:
+    return page_ids
+  row = page_ids - kv.first_page
+  is_page = (row > 0) & (row < kv.num_pages)
+  return jnp.where(is_page, row, jnp.where(page_ids == 0, 0, kv.num_pages))
+
+
+def in_layer(kv: Any, rows: jax.Array) -> jax.Array:
+  """Returns rows of a layer, with L * N in place of rows out of range."""
+  # A row from N to L * N - 1 would be a page of another layer.
+  is_page = (rows >= 0) & (rows < kv.num_pages)
+  return jnp.where(is_page, rows, kv.num_layers * kv.num_pages)

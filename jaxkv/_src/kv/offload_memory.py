@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,9 +28,9 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import sticky
 from jaxkv._src.kv.kv_pages import check_config
+from jaxkv._src.kv.page_contents import PageArray
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import gathered
-from jaxkv._src.kv.page_contents import page_shape
 from jaxkv._src.kv.page_contents import scattered
 from jaxkv._src.kv.pools import Memory
 from jaxkv._src.kv.pools import Pools
@@ -43,10 +44,10 @@ class OffloadMemory:
   """Offloaded pages; see `init_offload`.
 
   Attributes:
-    pages: one array for each array of the pools on the device. N2 is
-      `CacheConfig.offload_pages`, K is the size of the device array's second
-      axis, such as heads, and a page has K * Y elements in all layers. If 128
-      does not divide Y, the last two axes are [1, Y].
+    pages: one array for each array of the memory on the device. N2 is the
+      number of offloaded pages of its pool, K is the size of the device array's
+      second axis, such as heads, and a page has K * Y elements in all layers.
+      If 128 does not divide Y, the last two axes are [1, Y].
       # storage dtype[N2, K, Y // 128, 128]
     num_moves: the number of moves made since `init_offload`, modulo 2**32.
       # uint32[]
@@ -92,14 +93,21 @@ def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
       "CacheConfig(offload_pages=...)."
     )
   arrays = arrays_of(kv)
+  counts = offload_counts(kv, config)
   return OffloadMemory(
     pages=tuple(
-      _zeros((config.offload_pages, *page_shape(array, num_layers)), array)
-      for array, num_layers in arrays
+      _zeros((count, *array.page_shape()), array.values)
+      for count, array in zip(counts, arrays, strict=True)
     ),
-    num_moves=_scalar(jnp.uint32, arrays[0][0]),
-    error=_scalar(jnp.int32, arrays[0][0]),
+    num_moves=_scalar(jnp.uint32, arrays[0].values),
+    error=_scalar(jnp.int32, arrays[0].values),
   )
+
+
+def offload_counts(kv: Pools, config: CacheConfig) -> tuple[int, ...]:
+  """Returns the number of offloaded pages of each array of a memory."""
+  sizes = config.offload_numbers.sizes
+  return tuple(sizes[array.pool] - 1 for array in arrays_of(kv))
 
 
 def _scalar(dtype: Any, array: Array) -> Array:
@@ -189,8 +197,7 @@ def checked(kv: Pools, offload: Any) -> OffloadMemory:
       TypeError, "offload", "an OffloadMemory, from init_offload", offload
     )
   expected = [
-    (page_shape(array, num_layers), array.dtype)
-    for array, num_layers in arrays_of(kv)
+    (array.page_shape(), array.values.dtype) for array in arrays_of(kv)
   ]
   page_types = [(pages.shape[1:], pages.dtype) for pages in offload.pages]
   if page_types != expected:
@@ -216,20 +223,37 @@ def checked(kv: Pools, offload: Any) -> OffloadMemory:
 def _move(
   kv: Memory, offload: OffloadMemory, moves: Moves
 ) -> tuple[Memory, OffloadMemory]:
-  pools = arrays_of(kv)
+  arrays = arrays_of(kv)
   structure = jax.tree.structure(kv)
   # Handmade moves have no start, and are always the next ones.
   start = offload.num_moves if moves.start is None else moves.start
+  first_offload_pages = _first_offload_pages(arrays, offload)
 
   # Each move reads an offload page into `stage`, saves the device page, and
   # writes `stage` to the device page. So two pages can exchange their contents.
   # A move that restores nothing skips the read, and one that saves nothing the
   # save.
   def trip(index: Array, loop):
-    device, offload_pages, stage = loop
+    for pool in first_offload_pages:
+      loop = move_in_pool(pool, index, loop)
+    return loop
+
+  def move_in_pool(pool: int, index: Array, loop):
+    """Makes a move if its page is in the pool."""
+    places = [i for i, array in enumerate(arrays) if array.pool == pool]
+    all_device, all_offload, all_stage = loop
+    device = [arrays[i]._replace(values=all_device[i]) for i in places]
+    offload_pages = tuple(all_offload[i] for i in places)
+    stage = tuple(all_stage[i] for i in places)
     page = moves.page[index]
-    source, target = moves.restored_from[index], moves.saved_to[index]
-    restores, saves = source < Moves.NONE, target < Moves.NONE
+    first_page = first_offload_pages[pool]
+    source = moves.restored_from[index] - first_page
+    target = moves.saved_to[index] - first_page
+    restores = moves.restored_from[index] < Moves.NONE
+    saves = moves.saved_to[index] < Moves.NONE
+    if len(first_offload_pages) > 1:
+      restores &= device[0].has(page)
+      saves &= device[0].has(page)
 
     def read(stage):
       return tuple(
@@ -241,10 +265,7 @@ def _move(
 
     def save(loop):
       _, offload_pages = loop
-      contents = [
-        gathered(array, num_layers, page[None])
-        for array, (_, num_layers) in zip(device, pools, strict=True)
-      ]
+      contents = [gathered(array, page[None]) for array in device]
       offload_pages = tuple(
         lax.dynamic_update_slice(
           pages,
@@ -261,14 +282,19 @@ def _move(
     saved, offload_pages = loops.at_most_once(
       saves, save, (zero, offload_pages)
     )
-    place = loops.read_before(saved, jnp.where(restores, page, NOWHERE))
-    device = tuple(
-      scattered(array, num_layers, place[None], content)
-      for array, content, (_, num_layers) in zip(
-        device, stage, pools, strict=True
+    target_page = loops.read_before(saved, jnp.where(restores, page, NOWHERE))
+    values = [
+      scattered(array, target_page[None], content)
+      for array, content in zip(device, stage, strict=True)
+    ]
+    return tuple(
+      _replaced(all_parts, places, parts)
+      for all_parts, parts in (
+        (all_device, values),
+        (all_offload, offload_pages),
+        (all_stage, stage),
       )
     )
-    return device, offload_pages, stage
 
   def move_all(loop):
     stage = tuple(
@@ -283,7 +309,7 @@ def _move(
     return device, offload_pages, num_moves + count.astype(jnp.uint32), error
 
   # A call without moves does not create `stage`.
-  device = tuple(array for array, _ in pools)
+  device = tuple(array.values for array in arrays)
   loop = device, offload.pages, offload.num_moves, offload.error
   is_needed = (moves.count > 0) | (start != offload.num_moves)
   device, offload_pages, num_moves, error = loops.at_most_once(
@@ -291,6 +317,31 @@ def _move(
   )
   offload = OffloadMemory(pages=offload_pages, num_moves=num_moves, error=error)
   return jax.tree.unflatten(structure, device), offload
+
+
+def _first_offload_pages(
+  arrays: list[PageArray], offload: OffloadMemory
+) -> dict[int, int]:
+  """Maps each pool to the number in `Moves` of its first offloaded page."""
+  counts = {
+    array.pool: pages.shape[0]
+    for array, pages in zip(arrays, offload.pages, strict=True)
+  }
+  first_pages = {}
+  first_page = 0
+  for pool in sorted(counts):
+    first_pages[pool] = first_page
+    # One number between the pages of two pools is not used.
+    first_page += counts[pool] + 1
+  return first_pages
+
+
+def _replaced(values: tuple, places: list[int], parts: Sequence) -> tuple:
+  """Returns a tuple with `parts` at `places`."""
+  new_values = list(values)
+  for place, part in zip(places, parts, strict=True):
+    new_values[place] = part
+  return tuple(new_values)
 
 
 def misuse_of(num_planned: Array, num_moves: Array) -> Array:

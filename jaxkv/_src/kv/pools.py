@@ -10,12 +10,14 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import in_memory
 from jaxkv._src.kv.recurrent_pages import StatePages
 
 Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
-"""The memory of a cache: one pool, or a tuple of pools with the same page ids.
-Attention groups use `KVPages`, and recurrent groups use `StatePages`."""
+"""The memory of a cache: one memory, or a tuple of memories. Each one has the
+pages of one pool of the cache, and a pool can have several memories. Attention
+groups use `KVPages`, and recurrent groups use `StatePages`."""
 
 Memory = TypeVar("Memory", bound=Pools)
 
@@ -37,12 +39,22 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
   return pools
 
 
-def page_bytes(kv: Pools) -> int:
-  """Returns the bytes of a page in all layers of all pools.
+def pool_index(kv: Pools) -> dict[int, int]:
+  """Maps the first page of each pool of a memory to the index of the pool."""
+  first_pages = sorted({pool.first_page for pool in pools_of(kv)})
+  return {page: index for index, page in enumerate(first_pages)}
+
+
+def page_bytes(kv: Pools) -> int | tuple[int, ...]:
+  """Returns the bytes of a page in all layers of all memories of its pool.
 
   Args:
-    kv: the pages, of one pool or of a tuple of pools, or their shapes from
+    kv: the pages, of one memory or of a tuple of memories, or their shapes from
       `jax.eval_shape`.
+
+  Returns:
+    A number, or with several pools a tuple with a number for each pool, as
+    `CacheConfig.page_bytes` expects it.
 
   Examples:
     >>> import functools
@@ -55,21 +67,25 @@ def page_bytes(kv: Pools) -> int:
     >>> page_bytes(kv)  # keys and values in bfloat16
     1536
   """
-  pools = pools_of(kv)
-  leaves = jax.tree.leaves(pools)
-  num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  return num_bytes // pools[0].num_pages
+  index = pool_index(kv)
+  num_bytes = [0 for _ in index]
+  for pool in pools_of(kv):
+    leaves = jax.tree.leaves(pool)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    num_bytes[index[pool.first_page]] += size // pool.num_pages
+  return tuple(num_bytes) if len(num_bytes) > 1 else num_bytes[0]
 
 
 def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
-  """Copies page `src[r]` over page `dst[r]`, in every layer of every pool.
+  """Copies page `src[r]` over page `dst[r]`, in every layer of its pool.
 
   Reads all sources before it writes any destination. Skips pairs with an id out
-  of range, and pairs whose destination is the null page. A call that skips all
-  pairs costs nothing, except under `vmap` beside calls that copy pages.
+  of range, pairs of pages of two pools, and pairs whose destination is the null
+  page. A call that skips all pairs costs nothing, except under `vmap` beside
+  calls that copy pages.
 
   Args:
-    kv: the pages, of one pool or of a tuple of pools.
+    kv: the pages, of one memory or of a tuple of memories.
     src: int32[R], ids 0..N-1.
     dst: int32[R]; pairs that are not skipped have different destinations.
 
@@ -92,7 +108,9 @@ def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 
 
 def _copy_in_pool(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
-  # The null page becomes an id out of range, which `copy_pages` drops.
+  src = in_memory(pool, src)
+  dst = in_memory(pool, dst)
+  # The null page becomes a row out of range, which `copy_pages` drops.
   dst = jnp.where(dst == 0, pool.num_pages, dst)
 
   def copy_in(array: jax.Array) -> jax.Array:

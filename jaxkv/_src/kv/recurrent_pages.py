@@ -21,6 +21,9 @@ from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_group
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import check_sizes
+from jaxkv._src.kv.kv_pages import first_page_of
+from jaxkv._src.kv.kv_pages import in_memory
+from jaxkv._src.kv.kv_pages import pages_of_group
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
@@ -39,6 +42,7 @@ class StatePages:
   Attributes:
     states: arrays by name, in their storage dtypes.  # [L * N, ...]
     num_layers: L.
+    first_page: see `KVPages`.
     page_size: S, the tokens of a page.
     dtypes: the number format of each array, by name; on a CPU bfloat16 is
       stored as its bits in uint16.
@@ -50,6 +54,7 @@ class StatePages:
   dtypes: tuple[tuple[str, str], ...] = dataclasses.field(
     metadata={"static": True}
   )
+  first_page: int = dataclasses.field(default=0, metadata={"static": True})
 
   @property
   def num_pages(self) -> int:
@@ -66,24 +71,24 @@ def init_states(
 ) -> StatePages:
   """Makes states of zeros for the recurrent groups of a cache.
 
-  Allocates L * N states. A page belongs to at most one layer group, so layers
-  of different groups can use the same layer of memory, as in `jaxkv.kv.init`. L
-  is then the number of layers of the largest group. The pages of attention
-  groups have states too, which are unused. Fewer and larger pages waste less.
+  Allocates L * N states. Give the group a pool of its own, see
+  `jaxkv.GroupKind`. In a pool that it shares with attention groups, their pages
+  have states too, which are unused.
 
   Args:
-    config: the configuration of the cache. It gives N, the pages of a layer
-      including the null page, and S, the tokens of a page.
+    config: the configuration of the cache. It gives N, the pages of the group's
+      pool including the null page, and S, the tokens of a page.
     num_layers: L. L * N must fit int32.
     shapes: maps the name of each array to the shape and the dtype of one state
       in one layer. The dtype is float32, bfloat16 or float16.
-    group: the recurrent group that gives the page size; None for the first one.
+    group: the recurrent group that gives the pool and the page size; None for
+      the first one.
 
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=5, page_size=4, num_slots=2, pages_per_slot=4,
-    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent())
+    ...   num_pages=(9, 5), page_size=4, num_slots=2, pages_per_slot=4,
+    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent(pool=1))
     ... )
     >>> shapes = {"conv": ((12, 3), "float32"), "delta": ((2, 8, 8), "float32")}
     >>> pages = init_states(config, num_layers=3, shapes=shapes)
@@ -103,7 +108,7 @@ def init_states(
     for axis_size in shape:
       arguments.as_count(f"shapes[{name!r}]", axis_size, 1)
     dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
-    rows = num_layers * config.num_pages
+    rows = num_layers * pages_of_group(config, group)
     states[name] = jnp.zeros((rows, *shape), storage_dtypes.resolve(dtype))
     dtypes.append((name, dtype.name))
   return StatePages(
@@ -111,6 +116,7 @@ def init_states(
     num_layers=int(num_layers),
     page_size=config.page_sizes[group],
     dtypes=tuple(dtypes),
+    first_page=first_page_of(config, group),
   )
 
 
@@ -233,6 +239,7 @@ def _state_rows(
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)
+  ids = in_memory(pages, ids)
   # Without this check an id or a layer out of range could name another layer's
   # page.
   has_page = (ids > 0) & (ids < pages.num_pages)

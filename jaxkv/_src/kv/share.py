@@ -7,6 +7,7 @@ import jax
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import in_memory
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
@@ -75,8 +76,9 @@ def share(
   # `cascade_decode` does not support latents.
   if kv.v is None:
     return dataclasses.replace(view, shared=None)
+  # Like the tables that the kernels get, `shared` has rows and no page numbers.
   shared = kernels.plan_shared_prefix(
-    view.page_table,
+    in_memory(kv, view.page_table),
     decode_lengths(view),
     kv.k,
     kv.v,
@@ -125,6 +127,8 @@ def refresh_shared(
   if view.shared is None:
     return FreshView(view=view)
   shared = view.shared.refreshed(
-    view.page_table, decode_lengths(view), page_size=kv.page_size
+    in_memory(kv, view.page_table),
+    decode_lengths(view),
+    page_size=kv.page_size,
   )
   return FreshView(view=dataclasses.replace(view, shared=shared))

@@ -13,6 +13,7 @@ from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.kv_pages import check_group
+from jaxkv._src.kv.kv_pages import in_memory
 
 
 @jax.tree_util.register_dataclass
@@ -160,6 +161,21 @@ AnyView = View | FreshView | PackedView
 def rows_of(view: View | FreshView) -> View:
   """Returns a `View` unchanged, or the `View` in a `FreshView`."""
   return view.view if isinstance(view, FreshView) else view
+
+
+def view_in_memory(kv: Any, view: AnyView) -> Any:
+  """Replaces the page numbers of a view by rows of a memory of any kind."""
+  if kv.first_page == 0:
+    return view
+  if isinstance(view, FreshView):
+    return FreshView(view=view_in_memory(kv, view.view))
+  if isinstance(view, PackedView):
+    prefill = view.prefill
+    return PackedView(
+      decode=view_in_memory(kv, view.decode),
+      prefill=None if prefill is None else view_in_memory(kv, prefill),
+    )
+  return dataclasses.replace(view, page_table=in_memory(kv, view.page_table))
 
 
 def decode_lengths(view: View) -> jax.Array:

@@ -12,6 +12,7 @@ from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import in_layer
+from jaxkv._src.kv.kv_pages import in_memory
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
@@ -122,7 +123,7 @@ def _write_latents(
 def token_places(
   kv: Any, view: AnyView, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns each column's page and offset in the page: int32[B * T] each."""
+  """Returns each column's row and offset in its page: int32[B * T] each."""
   if isinstance(view, PackedView):
     # `PackedView` puts the columns of `decode` before those of `prefill`.
     parts = [token_places(kv, view.decode, 1)]
@@ -142,15 +143,16 @@ def token_places(
 def _locate(
   kv: Any, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the page of each position, and the offset in it.
+  """Returns the row of the page of each position, and the offset in the page.
 
-  A page id is out of range for position -1 and for positions without a page.
+  A row is out of range for position -1 and for positions without a page.
   """
   # Index -1 would read the last column, so padding reads past the table.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
   ids = view.page_table.at[row, column].get(mode="fill", fill_value=0)
-  # The null page becomes an id out of range, which a scatter drops.
-  ids = jnp.where(ids == 0, kv.num_pages, ids)
-  return in_layer(kv, ids), position % kv.page_size
+  rows = in_memory(kv, ids)
+  # The null page becomes a row out of range, which a scatter drops.
+  rows = jnp.where(rows == 0, kv.num_pages, rows)
+  return in_layer(kv, rows), position % kv.page_size

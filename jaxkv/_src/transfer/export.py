@@ -11,6 +11,8 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import refuse
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.engine.queue import Queue
@@ -36,7 +38,7 @@ def export(
   ids: Array,
   *,
   mask: Array | None = None,
-  max_pages: int | None = None,
+  max_pages: int | tuple[int, ...] | None = None,
 ) -> tuple[RolloutState, Exported]:
   """Removes sequences from a rollout, so that another one can continue them.
 
@@ -53,9 +55,10 @@ def export(
     state: the rollout.
     ids: int32[R], ids of sequences.
     mask: bool[R], the rows to process; None for all.
-    max_pages: static; X, the maximum number of exported pages. A page that
-      sequences share counts once. A sequence whose pages do not all fit is
-      exported without pages. None for no limit.
+    max_pages: static; X, the maximum number of exported pages of each pool, or
+      a tuple with a number for each pool. A page that sequences share counts
+      once. A sequence whose pages do not all fit is exported without pages.
+      None for no limit.
 
   Returns:
     The rollout, and the sequences, with the code OK, SKIPPED or BAD_SEQUENCE
@@ -82,14 +85,29 @@ def export(
   """
   check_single(state)
   ids = as_ids(ids)
-  if max_pages is not None:
-    max_pages = as_count("max_pages", max_pages, 0)
-  return _export(state, ids, as_mask(mask, ids.shape[0]), max_pages)
+  limits = _limits(state.memory.cache.config, max_pages)
+  return _export(state, ids, as_mask(mask, ids.shape[0]), limits)
+
+
+def _limits(
+  config: CacheConfig, max_pages: int | tuple[int, ...] | None
+) -> tuple[int, ...]:
+  """Returns the maximum number of exported pages of each pool."""
+  usable_pages = tuple(size - 1 for size in config.numbers.sizes)
+  if max_pages is None:
+    return usable_pages
+  is_tuple = isinstance(max_pages, tuple)
+  counts = max_pages if is_tuple else (max_pages,) * config.num_pools
+  if len(counts) != config.num_pools:
+    expected = f"a number, or one for each of {config.num_pools} pools"
+    refuse(ValueError, "max_pages", expected, max_pages)
+  counts = [as_count("max_pages", count, 0) for count in counts]
+  return tuple(map(min, counts, usable_pages))
 
 
 @jax.jit(static_argnums=3)
 def _export(
-  state: RolloutState, ids: Array, mask: Array, max_pages: int | None
+  state: RolloutState, ids: Array, mask: Array, limits: tuple[int, ...]
 ) -> tuple[RolloutState, Exported]:
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   queue, cache = state.queue, state.memory.cache
@@ -97,16 +115,22 @@ def _export(
   rows, _, code = find(queue, ids, mask)
   columns = -(-queue.width // cache_config.page_sizes[0])
   shape = rows.shape[0], cache_config.num_groups, columns
-  num_pages = min(cache_config.num_pages - 1, math.prod(shape))
-  num_pages = num_pages if max_pages is None else min(num_pages, max_pages)
   runs, num_tokens = rows < 0, sharding.zeros_like(rows)
-  pages = page = jnp.zeros(shape, jnp.int32)
+  pages = jnp.zeros(shape, jnp.int32)
+  page = pages - 1
   contents = None
-  if num_pages:
+  # A sequence without the pages of one pool cannot continue.
+  if all(limits):
     runs, num_tokens, pages = _computed(state, rows, columns)
-    sources, page = _numbered(pages, num_pages)
+    sources = []
+    for groups, limit in zip(cache_config.groups_of_pools, limits, strict=True):
+      index = jnp.asarray(groups)
+      num_listed = min(limit, math.prod(shape) // shape[1] * len(groups))
+      listed, page_index = _numbered(pages[:, index], num_listed)
+      sources.append(listed)
+      page = page.at[:, index].set(page_index)
     contents = read_pages(state.memory.kv, sources)
-  is_carried = jnp.all((pages == 0) | (page < num_pages), axis=(1, 2))
+  is_carried = jnp.all((pages == 0) | (page >= 0), axis=(1, 2))
   # Only after the pages were read, because `leave_slots` frees them.
   state = leave_slots(state, slots_of(queue, state.slots, rows))
   exported = Exported(
@@ -118,7 +142,7 @@ def _export(
     # A copy, so that donating it does not delete the state's array.
     version=cache.epoch + jnp.uint32(0),
     fingerprint=fingerprint_of(cache),
-    page=jnp.where(is_carried[:, None, None], page, num_pages),
+    page=jnp.where(is_carried[:, None, None], page, -1),
     contents=contents,
     page_size=cache_config.page_sizes[0],
     layout=layout_of(state),
@@ -173,7 +197,8 @@ def _numbered(pages: Array, num_listed: int) -> tuple[Array, Array]:
 
   Returns:
     int32[X], a list of X = `num_listed` pages, then 0; int32[R, G, A], the
-    index of each page in the list, X for no page, or for one that does not fit.
+    index of each page in the list, -1 for no page, or for one that does not
+    fit.
   """
   flat = pages.reshape(-1)
   is_page = flat > 0
@@ -186,10 +211,9 @@ def _numbered(pages: Array, num_listed: int) -> tuple[Array, Array]:
     indexing.where_valid(is_first, rank),
     values=flat,
   )
-  page_index = jnp.where(
-    is_page, jnp.minimum(rank[first_index], num_listed), num_listed
-  )
-  return listed, page_index.reshape(pages.shape)
+  page_index = rank[first_index]
+  is_listed = is_page & (page_index < num_listed)
+  return listed, jnp.where(is_listed, page_index, -1).reshape(pages.shape)
 
 
 def _sequences(queue: Queue, rows: Array) -> Queue:

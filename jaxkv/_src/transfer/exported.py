@@ -34,10 +34,10 @@ class Exported(Outcome):
     version: the version of the exporting rollout's weights.  # uint32[]
     fingerprint: a value that is equal for caches with the same secret and
       version; zeros without prefix caching.  # uint32[4]
-    page: the index in `contents` of each page of a sequence; X for none.
-      # int32[R, G, A]
-    contents: the contents of X pages, an array for each array of the memory;
-      None without pages.  # storage dtype[X, ...]
+    page: for each page of a sequence, its index among the exported pages of its
+      pool; -1 for none.  # int32[R, G, A]
+    contents: the contents of the X exported pages of each pool, an array for
+      each array of the memory; None without pages.  # storage dtype[X, ...]
     page_size: tokens of a page.
     layout: names and values of settings that the importing rollout must share,
       those of pages only if it imports pages.

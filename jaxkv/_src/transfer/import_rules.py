@@ -48,8 +48,8 @@ def layout_of(state: RolloutState) -> tuple[tuple[str, str], ...]:
 
   queue = state.queue
   pages = [
-    f"{array.dtype}{(num_layers, *array.shape[1:])}"
-    for array, num_layers in arrays_of(state.memory.kv)
+    f"{array.values.dtype}{(array.num_layers, *array.values.shape[1:])}"
+    for array in arrays_of(state.memory.kv)
   ]
   strings = queue.sampling.stop_strings
   tables = None if strings is None else (strings.next, strings.ends)

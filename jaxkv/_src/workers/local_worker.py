@@ -216,13 +216,16 @@ class LocalWorker:
     )
     # The export copies pages on the device, where a copy of the whole pool may
     # not fit. Multiples of 16, so that fewer sizes are compiled.
-    num_held = np.unique(table[table < cache.config.no_page]).size
-    max_pages = -(-num_held // 16) * 16
+    max_pages = []
+    for groups in cache.config.groups_of_pools:
+      pages = table[:, np.asarray(groups)]
+      num_held = np.unique(pages[pages < cache.config.no_page]).size
+      max_pages.append(-(-num_held // 16) * 16)
     # Pages go to the first sequences.
     rows = np.argsort(status != SequenceStatus.RUNNING, kind="stable")
     exists = status[rows] != SequenceStatus.EMPTY
     self._state, exported = _export(
-      self._state, ids[rows], mask=exists, max_pages=max_pages
+      self._state, ids[rows], mask=exists, max_pages=tuple(max_pages)
     )
     return jax.device_get(exported)
 

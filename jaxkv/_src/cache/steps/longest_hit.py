@@ -118,6 +118,8 @@ def find_prefix(
     if config.offload_pages and config.max_restored_pages < config.num_groups:
       pages = worth_restoring(config, pages)
     num_hashed = (possible + 1) // config.page_size * config.page_size
+    if config.restored_tokens is not None:
+      pages = _worth_in_all(config, pages, possible, num_hashed)
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
     first_column = config.sizes.skipped_pages(num_cached)
     stop_column = config.sizes.full_pages(num_cached)
@@ -222,6 +224,36 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
     count = elementwise.where(mask, num_together, count)
   is_worth = count <= config.max_restored_pages
   return elementwise.where(is_offloaded & ~is_worth, 0, pages)
+
+
+def _worth_in_all(
+  config: CacheConfig, pages: Array, limit: Array, num_hashed: Array
+) -> Array:
+  """Replaces offloaded pages by 0 in rows whose hit is not worth restoring.
+
+  Compares the time to restore all pages of the hit with the time to compute the
+  tokens by which these pages make the hit longer. `limit` and `num_hashed` are
+  those of `agree`.
+  """
+  is_offloaded = pages > config.total_pages
+  on_device = jnp.where(is_offloaded, 0, pages)
+  num_on_device, _ = agree(config, on_device > 0, limit, num_hashed)
+  num_cached, _ = agree(config, pages > 0, limit, num_hashed)
+  inside = indexing.between(
+    config.sizes.skipped_pages(num_cached),
+    config.sizes.full_pages(num_cached),
+    pages.shape[2],
+  )
+  counts = jnp.sum(is_offloaded & inside, axis=2).astype(jnp.float32)
+  tokens_of_pool = config.restored_tokens or ()
+  cost = jnp.float32(0)
+  for groups, num_tokens in zip(
+    config.groups_of_pools, tokens_of_pool, strict=True
+  ):
+    num_pages = sum(counts[:, group] for group in groups)
+    cost = cost + num_pages * jnp.float32(num_tokens)
+  is_worth = cost < (num_cached - num_on_device).astype(jnp.float32)
+  return jnp.where(is_worth[:, None, None], pages, on_device)
 
 
 class _Kind(NamedTuple):

@@ -85,7 +85,7 @@ def _pool(state: HostState) -> PoolState:
     unhashed_first=pool.unhashed_first,
     ref_count=np.array(pool.ref_count, np.int32),
     pin_count=np.array(pool.pin_count, np.int32),
-    queue=free_queue.from_order(config.num_pages, pool.queue.in_order()),
+    queue=free_queue.from_order(config.total_pages, pool.queue.in_order()),
     index=arrays and arrays.update(),
     offload=pool.saved and _offload_pages(config, pool.saved),
   )
@@ -96,9 +96,9 @@ def _offload_pages(config: CacheConfig, saved: SavedPages) -> OffloadPages:
   return make(
     saves=saved.saves,
     queue=free_queue.from_order(
-      config.offload_pages + 1, saved.queue.in_order()
+      config.num_offload_pages + 1, saved.queue.in_order()
     ),
-    moves=as_arrays([], config.num_pages, saved.num_taken),
+    moves=as_arrays([], config.total_pages, saved.num_taken),
     # A manager has no epochs, so no page is stale.
     stale_before=_words(0),
     **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},

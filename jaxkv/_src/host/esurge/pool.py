@@ -41,7 +41,7 @@ class PagePool:
 
   def __init__(self, host: CacheManager):
     self._host = host
-    self.num_pages = host.config.num_pages
+    self.num_pages = host.config.total_pages
     self.enable_caching = host.config.prefix_caching
     self.cached_page_hash_to_page = CachedHashes(host.pages)
 

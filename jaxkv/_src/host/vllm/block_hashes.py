@@ -39,7 +39,7 @@ class BlockHashes(PageListener):
     # For each cached block: its hash and group, as in `hash_of`, and the number
     # of tokens up to its end.
     self._names: list[tuple[bytes, int] | None]
-    self._names = [None] * manager.config.num_pages
+    self._names = [None] * manager.config.total_pages
     # Block ids by hash and group, oldest first; None until `index` computes it.
     self._index: dict[bytes, list[int]] | None = None
     # For each request that began with external tokens: in each group, the

@@ -131,7 +131,7 @@ class BlockPool:
     self._manager = manager
     self.undo_log = manager.undo_log
     self.hashes = hashes
-    self.num_gpu_blocks = manager.config.num_pages
+    self.num_gpu_blocks = manager.config.total_pages
     self.enable_caching = manager.config.prefix_caching
     self.enable_kv_cache_events = hashes.has_events
     self.hash_block_size = hash_block_size
