@@ -83,7 +83,7 @@ def cache_config(
     ...   decoder, num_slots=2, max_length=1024, memory=2**20
     ... )
     >>> config.num_pages
-    (75, 508)
+    (99, 826)
   """
   make_kv = functools.partial(
     init_kv, decoder, dtype=dtype, record_experts=record_experts
