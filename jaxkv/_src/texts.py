@@ -130,7 +130,10 @@ def generate_texts(
     max_length=longest,
     page_size=page_size,
     num_pages=num_pages,
-    step_tokens=rollout_config.prefill_chunk + rollout_config.decode_steps - 1,
+    prefill_chunk=rollout_config.prefill_chunk,
+    decode_tokens=max(
+      rollout_config.decode_steps, 1 + rollout_config.draft_tokens
+    ),
   )
   state = init(
     # Processes need no common secret, because they do not share the cache.

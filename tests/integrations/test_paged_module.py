@@ -37,7 +37,7 @@ def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
     page_size=page_size,
     num_slots=4,
     max_length=16 * page_size,
-    step_tokens=16,
+    prefill_chunk=16,
   )
   state = rollout.init(
     jaxkv.init(cache_config),

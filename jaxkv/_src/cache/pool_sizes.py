@@ -6,11 +6,15 @@ needs the pages of all groups.
 """
 
 import functools
+import operator
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
@@ -24,25 +28,31 @@ class PoolNeeds(NamedTuple):
   """The pages of each pool that sequences need, [P].
 
   Attributes:
-    running: pages of a running sequence.
+    running: pages of a running sequence that decodes.
+    step: further pages of a sequence that computes a chunk of its prompt.
     cached: pages of a cached conversation.
   """
 
   running: tuple[int, ...]
+  step: tuple[int, ...]
   cached: tuple[int, ...]
 
   def least(self, num_sequences: int) -> tuple[int, ...]:
     """Returns the fewest pages of each pool with which sequences can run."""
-    # The first page of a pool is not usable.
-    return tuple(1 + num_sequences * count for count in self.running)
+    # The first page of a pool is not usable. One sequence at a time computes a
+    # chunk, because all sequences share the tokens of a step.
+    return tuple(
+      1 + step + num_sequences * running
+      for step, running in zip(self.step, self.running, strict=True)
+    )
 
   def fill(
-    self, sizes: Sequence[int], costs: Sequence[int], limit: int
+    self, pool_sizes: Sequence[int], costs: Sequence[int], limit: int
   ) -> tuple[int, ...]:
     """Adds pages for as many cached conversations as a limit allows.
 
     Args:
-      sizes: pages of each pool, whose cost is at most `limit`.
+      pool_sizes: pages of each pool, whose cost is at most `limit`.
       costs: the cost of a page of each pool, such as its bytes.
       limit: the maximum cost of all pages together.
     """
@@ -51,8 +61,8 @@ class PoolNeeds(NamedTuple):
     def with_parts(parts: int) -> tuple[int, ...]:
       # A part of a conversation is one page of the pool that has most pages.
       return tuple(
-        size + parts * count // num_parts
-        for size, count in zip(sizes, self.cached, strict=True)
+        num_pages + parts * num_cached // num_parts
+        for num_pages, num_cached in zip(pool_sizes, self.cached, strict=True)
       )
 
     most_parts = 0
@@ -79,14 +89,14 @@ class PoolNeeds(NamedTuple):
     if num_pages < least:
       expected = f"at least {least}, for one sequence in {num_pools} pools"
       refuse(ValueError, "num_pages", expected, num_pages)
-    most_sequences = (num_pages - num_pools) // sum(self.running)
-    sizes = self.least(min(num_sequences, most_sequences))
-    return self.fill(sizes, (1,) * num_pools, num_pages)
+    most_sequences = 1 + (num_pages - least) // sum(self.running)
+    pool_sizes = self.least(min(num_sequences, most_sequences))
+    return self.fill(pool_sizes, (1,) * num_pools, num_pages)
 
 
-def cost_of(sizes: Sequence[int], costs: Sequence[int]) -> int:
+def cost_of(pool_sizes: Sequence[int], costs: Sequence[int]) -> int:
   """Returns the cost of the pages of all pools."""
-  return sum(size * cost for size, cost in zip(sizes, costs, strict=True))
+  return sum(map(operator.mul, pool_sizes, costs))
 
 
 def sized_config(
@@ -95,7 +105,8 @@ def sized_config(
   num_slots: int,
   max_length: int,
   page_size: int,
-  step_tokens: int,
+  prefill_chunk: int,
+  decode_tokens: int,
   num_pages: int | tuple[int, ...] | None,
   options: Mapping[str, Any],
   memory: int | None = None,
@@ -108,7 +119,8 @@ def sized_config(
     num_slots: see `jaxkv.models.cache_config`; so are the other arguments.
     max_length: tokens of the longest sequence.
     page_size: tokens per page of all groups.
-    step_tokens: the maximum number of tokens of a sequence in a step.
+    prefill_chunk: the maximum number of prompt tokens in a step.
+    decode_tokens: the maximum number of tokens that a sequence decodes in one.
     num_pages: pages of all pools, or a tuple with those of each pool.
     options: other fields of `CacheConfig`.
     memory: bytes of all pools.
@@ -117,7 +129,8 @@ def sized_config(
   num_slots = as_count("num_slots", num_slots, 1)
   max_length = as_count("max_length", max_length, 1)
   page_size = as_count("page_size", page_size, 1)
-  step_tokens = as_count("step_tokens", step_tokens, 1)
+  prefill_chunk = as_count("prefill_chunk", prefill_chunk, 1)
+  decode_tokens = as_count("decode_tokens", decode_tokens, 1)
   make_config = functools.partial(
     CacheConfig,
     page_size=page_size,
@@ -129,7 +142,8 @@ def sized_config(
   needs = pool_needs(
     groups,
     page_size=page_size,
-    step_tokens=step_tokens,
+    prefill_chunk=prefill_chunk,
+    decode_tokens=decode_tokens,
     max_length=max_length,
   )
   if memory is not None and num_pages is not None:
@@ -145,24 +159,25 @@ def sized_config(
   if memory is None or page_bytes is None:
     return config
   memory = as_int("memory", memory)
-  sizes = config.numbers.sizes
+  pool_sizes = config.numbers.sizes
   costs = page_bytes(config)
   costs = costs if isinstance(costs, tuple) else (costs,)
-  least = cost_of(sizes, costs)
+  least = cost_of(pool_sizes, costs)
   if memory < least:
     requirement = (
       f"at least {least} bytes for {num_slots} sequences of {max_length} tokens"
     )
     hint = "lower num_slots or max_length"
     refuse(ValueError, "memory", requirement, memory, hint)
-  return make_config(num_pages=needs.fill(sizes, costs, memory))
+  return make_config(num_pages=needs.fill(pool_sizes, costs, memory))
 
 
 def pool_needs(
   groups: tuple[GroupKind, ...],
   *,
   page_size: int,
-  step_tokens: int,
+  prefill_chunk: int,
+  decode_tokens: int,
   max_length: int,
 ) -> PoolNeeds:
   """Returns the pages of each pool that sequences of `max_length` tokens need.
@@ -170,20 +185,25 @@ def pool_needs(
   Args:
     groups: the kinds of the groups; all have pages of `page_size` tokens.
     page_size: tokens per page.
-    step_tokens: the maximum number of tokens of a sequence in a step.
+    prefill_chunk: the maximum number of prompt tokens in a step.
+    decode_tokens: the maximum number of tokens that a sequence decodes in one.
     max_length: tokens of a sequence.
   """
   page_sizes = (page_size,) * len(groups)
-  sizes = GroupSizes(groups, page_sizes, max_length)
-  running = sizes.max_pages(step_tokens, max_length)
-  cached = sizes.max_pages(0, max_length)
-  pools = [kind.pool for kind in groups]
+  group_sizes = GroupSizes(groups, page_sizes, max_length)
+  decoding = group_sizes.max_pages(decode_tokens, max_length)
+  chunk = group_sizes.max_pages(prefill_chunk + decode_tokens - 1, max_length)
+  pools = [group_kind.pool for group_kind in groups]
 
-  def by_pool(pages: Sequence[int]) -> tuple[int, ...]:
+  def by_pool(pages: Iterable[int]) -> tuple[int, ...]:
     counts = [0] * (1 + max(pools))
     for pool, count in zip(pools, pages, strict=True):
       counts[pool] += count
     return tuple(counts)
 
-  # Admission keeps a page of each group free for every running sequence.
-  return PoolNeeds(by_pool([count + 1 for count in running]), by_pool(cached))
+  return PoolNeeds(
+    # Admission keeps a page of each group free for every running sequence.
+    running=by_pool(count + 1 for count in decoding),
+    step=by_pool(np.subtract(chunk, decoding).tolist()),
+    cached=by_pool(group_sizes.max_pages(0, max_length)),
+  )

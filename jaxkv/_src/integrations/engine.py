@@ -79,7 +79,7 @@ class QueueEngine:
       page_size=sizes.page_size,
       num_slots=sizes.num_slots,
       max_length=sizes.max_length,
-      step_tokens=sizes.prefill_chunk,
+      prefill_chunk=sizes.prefill_chunk,
     )
     self._config = RolloutConfig(
       num_samples=sizes.num_samples,

@@ -15,7 +15,7 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 
 
-class Place(NamedTuple):
+class LayerLocation(NamedTuple):
   """The part of the pages that one layer of a model uses.
 
   Attributes:
@@ -33,24 +33,26 @@ class LayerGroups(NamedTuple):
   Attributes:
     kinds: the kind of each group, with its pool.
     num_layers: the number of layers of each group.
-    places: the place of each layer.
+    locations: the location of each layer.
   """
 
   kinds: tuple[GroupKind, ...]
   num_layers: tuple[int, ...]
-  places: tuple[Place, ...]
+  locations: tuple[LayerLocation, ...]
 
   @property
   def by_pool(self) -> tuple[int, ...]:
     """A group of each pool; other groups of the pool are equal in shape."""
-    pools = [kind.pool for kind in self.kinds]
+    pools = [group_kind.pool for group_kind in self.kinds]
     return tuple(pools.index(pool) for pool in range(1 + max(pools)))
 
   def check(self, config: CacheConfig, remedy: str) -> None:
     """Raises ValueError unless a cache has these groups, in these pools."""
-    # The page size of a group is the cache's choice.
+    # The page size of a group is the cache's choice. A wrong window would free
+    # pages that the layers still read.
     kinds = tuple(
-      dataclasses.replace(kind, page_size=None) for kind in config.groups
+      dataclasses.replace(group_kind, page_size=None)
+      for group_kind in config.groups
     )
     if kinds != self.kinds:
       raise ValueError(
@@ -69,18 +71,20 @@ def group_layers(
     shapes: a key of each layer's data, equal for data of the same shape.
   """
   layers: dict[tuple[GroupKind, Hashable], int] = {}
-  places = []
+  locations = []
   for need in zip(kinds, shapes, strict=True):
     rank = layers.get(need, 0)
     layers[need] = rank + 1
-    places.append(Place(list(layers).index(need), rank))
+    # A dict keeps the order of insertion, which is that of first layers.
+    locations.append(LayerLocation(list(layers).index(need), rank))
   pools: dict[tuple[Hashable, int], int] = {}
   group_kinds = []
-  for (kind, shape), num_layers in layers.items():
+  for (group_kind, shape), num_layers in layers.items():
+    # Pages of one shape need equally many layers, besides data of one shape.
     pool = pools.setdefault((shape, num_layers), len(pools))
-    group_kinds.append(dataclasses.replace(kind, pool=pool))
+    group_kinds.append(dataclasses.replace(group_kind, pool=pool))
   return LayerGroups(
     kinds=tuple(group_kinds),
     num_layers=tuple(layers.values()),
-    places=tuple(places),
+    locations=tuple(locations),
   )

@@ -29,7 +29,7 @@ class LayerPlan:
   Attributes:
     windows: the window of each layer, in the order in which the layers attend;
       None for full attention.
-    groups: the layer groups, and the place of each layer in their pages.
+    groups: the layer groups, and the location of each layer in them.
   """
 
   windows: tuple[int | None, ...]
@@ -47,7 +47,8 @@ class LayerPlan:
     max_length: int,
     page_size: int = 16,
     num_pages: int | tuple[int, ...] | None = None,
-    step_tokens: int = 256,
+    prefill_chunk: int = 256,
+    decode_tokens: int = 1,
     **options: Any,
   ) -> CacheConfig:
     """Sizes the pools of a cache, as `jaxkv.models.cache_config` does.
@@ -58,7 +59,9 @@ class LayerPlan:
       page_size: S, tokens per page of all groups.
       num_pages: the pages of all pools together, or a tuple with the pages of
         each pool; None for the fewest with which all slots can run.
-      step_tokens: the maximum number of tokens of a sequence in a step.
+      prefill_chunk: the maximum number of prompt tokens in a step.
+      decode_tokens: the maximum number of tokens that a sequence decodes in a
+        step.
       **options: other fields of `jaxkv.CacheConfig`.
     """
     return sized_config(
@@ -67,7 +70,8 @@ class LayerPlan:
       max_length=max_length,
       page_size=page_size,
       num_pages=num_pages,
-      step_tokens=step_tokens,
+      prefill_chunk=prefill_chunk,
+      decode_tokens=decode_tokens,
       options=options,
     )
 
@@ -87,6 +91,7 @@ class LayerPlan:
     """
     check_config(config)
     self.groups.check(config, "make the cache with plan.cache_config")
+    # All groups of a pool have pages of the same shape, so one serves for all.
     pools = tuple(
       init(
         config, num_layers=self.groups.num_layers[group], group=group, **sizes
@@ -113,7 +118,7 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
     >>> [kind.pool for kind in plan.kinds], plan.groups.num_layers
     ([0, 1], (4, 2))
     >>> plan.cache_config(num_slots=3, max_length=64, page_size=4).num_pages
-    (52, 52)
+    (24, 52)
   """
   if not windows:
     raise ValueError("`windows` must have an entry for each layer, got none.")
@@ -203,7 +208,7 @@ class LayerMemory:
         f"{len(self._plan.windows)}; add the missing ones."
       )
     window = self._plan.windows[self._layer]
-    group, layer = self._plan.groups.places[self._layer]
+    group, layer = self._plan.groups.locations[self._layer]
     # Calls are counted, because a layer does not know its index.
     self._layer += 1
     view = self.batch.views[group]
@@ -214,6 +219,7 @@ class LayerMemory:
       alibi_slopes=alibi_slopes,
       window=window,
     )
+    # Other pools stay as they are, so that their writes stay in place.
     pool = self._plan.kinds[group].pool
     pages = write(self._pools[pool], view, layer, k, v)
     self._pools = (*self._pools[:pool], pages, *self._pools[pool + 1 :])

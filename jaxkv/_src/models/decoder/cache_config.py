@@ -23,32 +23,34 @@ def cache_config(
   num_pages: int | tuple[int, ...] | None = None,
   dtype: Any = None,
   record_experts: bool = False,
-  step_tokens: int = 256,
+  prefill_chunk: int = 256,
+  decode_tokens: int = 1,
   **options: Any,
 ) -> CacheConfig:
   """Sizes the pools of a decoder's cache.
 
   Every pool first gets the pages that `num_slots` sequences of `max_length`
-  tokens need at the same time:
+  tokens need at the same time, with one to spare for each sequence and group:
 
   | layers | pages of a running sequence |
   |---|---|
   | full attention | those of all its tokens |
-  | window | those of the window and of the tokens of a step |
-  | recurrent | the last state and the state of a step |
+  | window | those of the window, and for one sequence those of a chunk |
+  | recurrent | two states: the last one, and that of a step |
 
-  and one more, which admission keeps free. The rest of the memory is for cached
-  pages of sequences that ended. It is divided such that all pools can hold the
-  same number of cached conversations. A conversation of `max_length` tokens has
-  the pages of all its tokens, those of a window, or two states.
+  The rest of the memory is for cached pages of sequences that ended. It is
+  divided such that all pools can hold the same number of cached conversations.
+  A conversation of `max_length` tokens has the pages of all its tokens, those
+  of a window, or two states.
 
-  The least memory in GiB, with K/V in bfloat16 and pages of 16 tokens:
+  With K/V in bfloat16, states in float32, and pages of 16 tokens, 64 sequences
+  need at least:
 
-  | model | sequences | least memory | per cached conversation |
-  |---|---|---|---|
-  | Qwen3.5-9B | 64 of 8,192 tokens | ? | ? |
-  | Gemma 4 26B-A4B | 64 of 32,768 tokens | ? | ? |
-  | Gemma 4 31B | 64 of 32,768 tokens | ? | ? |
+  | model | tokens | full attention | windows or states | per conversation |
+  |---|---|---|---|---|
+  | Qwen3.5-9B | 8,192 | 16.0 GiB | 9.5 GiB | 0.35 GiB |
+  | Gemma 4 26B-A4B | 32,768 | 40.0 GiB | 12.9 GiB | 0.82 GiB |
+  | Gemma 4 31B | 32,768 | 160.1 GiB | 51.8 GiB | 3.29 GiB |
 
   Args:
     decoder: the decoder.
@@ -61,8 +63,10 @@ def cache_config(
       be too few for all slots to run; or a tuple, the pages of each pool.
     dtype: see `init_kv`.
     record_experts: see `init_kv`.
-    step_tokens: the maximum number of tokens of a sequence in a step. For a
-      rollout this is `prefill_chunk + decode_steps - 1`.
+    prefill_chunk: the maximum number of prompt tokens in a step; that of
+      `jaxkv.rollout.RolloutConfig`.
+    decode_tokens: the maximum number of tokens that a sequence decodes in a
+      step: `decode_steps` of a rollout, or with drafts `1 + draft_tokens`.
     **options: other fields of `jaxkv.CacheConfig`.
 
   Raises:
@@ -78,12 +82,12 @@ def cache_config(
     ... )
     >>> config = cache_config(decoder, num_slots=2, max_length=1024)
     >>> config.num_pages  # of four windowed and of two full layers
-    (45, 131)
+    (29, 131)
     >>> config = cache_config(
     ...   decoder, num_slots=2, max_length=1024, memory=2**20
     ... )
     >>> config.num_pages
-    (99, 826)
+    (85, 854)
   """
   make_kv = functools.partial(
     init_kv, decoder, dtype=dtype, record_experts=record_experts
@@ -93,7 +97,8 @@ def cache_config(
     num_slots=num_slots,
     max_length=max_length,
     page_size=page_size,
-    step_tokens=step_tokens,
+    prefill_chunk=prefill_chunk,
+    decode_tokens=decode_tokens,
     num_pages=num_pages,
     memory=memory,
     page_bytes=lambda config: page_bytes(

@@ -107,8 +107,8 @@ def _init_pool(
   """Creates the memory of a group's pool."""
   layer_groups = groups.groups_of(decoder)
   num_layers = layer_groups.num_layers[group]
-  first_layer = [place.group for place in layer_groups.places].index(group)
-  name, layout = groups.shape_of(decoder.layers[first_layer])
+  groups_of_layers = [location.group for location in layer_groups.locations]
+  name, layout = groups.shape_of(decoder.layers[groups_of_layers.index(group)])
   if name == "states":
     return init_states(
       config,
@@ -116,16 +116,19 @@ def _init_pool(
       shapes=recurrent_pages.state_shapes(layout),
       group=group,
     )
-  sizes: dict[str, Any] = {"num_kv_heads": layout[0], "head_dim": layout[1]}
+  head_sizes: dict[str, Any] = {
+    "num_kv_heads": layout[0],
+    "head_dim": layout[1],
+  }
   if name == "latents":
     # A latent is stored once, and attention reads it as both key and value.
-    sizes = {
+    head_sizes = {
       "num_kv_heads": 1,
       "head_dim": sum(layout),
       "value_dim": layout[0],
     }
   return init_pages(
-    config, num_layers=num_layers, dtype=dtype, group=group, **sizes
+    config, num_layers=num_layers, dtype=dtype, group=group, **head_sizes
   )
 
 

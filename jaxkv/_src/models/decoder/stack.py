@@ -128,20 +128,20 @@ def _location(
   index = segment.first + pattern_index
   # Equal layers are in the same group, so the group does not depend on the
   # repeat, and can be static.
-  place = layer_groups.places[index]
-  end = segment.first + len(segment.pattern)
+  group, memory_layer = layer_groups.locations[index]
+  end_layer = segment.first + len(segment.pattern)
   num_in_group = sum(
-    other.group == place.group
-    for other in layer_groups.places[segment.first : end]
+    location.group == group
+    for location in layer_groups.locations[segment.first : end_layer]
   )
   num_experts = sum(isinstance(x.mlp, Experts) for x in segment.pattern)
   first_experts = sum(
     isinstance(x.mlp, Experts) for x in decoder.layers[:index]
   )
   return Location(
-    group=place.group,
-    layer=place.layer + repeat * num_in_group,
-    pool=layer_groups.kinds[place.group].pool,
+    group=group,
+    layer=memory_layer + repeat * num_in_group,
+    pool=layer_groups.kinds[group].pool,
     expert_layer=first_experts + repeat * num_experts,
   )
 
