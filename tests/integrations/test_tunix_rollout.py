@@ -235,7 +235,7 @@ def test_a_prompt_that_is_too_long_is_refused(model):
 
 def test_a_failed_engine_changes_nothing(model):
   engine = setup.ours(model)
-  with pytest.raises(ValueError, match="`pages_per_slot"):
+  with pytest.raises(ValueError, match="`max_length"):
     engine.generate(_TEXTS[:1], setup.config(kv_cache_size=2**40))
   engine.generate(_TEXTS[:1], setup.config())
   assert engine._engine.sizes.max_length == 64
@@ -248,7 +248,7 @@ def test_an_impossible_call_fails_without_the_others(model):
   large = setup.config(kv_cache_size=2**40)
   jobs = engine._jobs([engine._tokens(_TEXTS[0])], config)
   results = engine._serve([(jobs, False, config), (jobs, False, large)])
-  assert len(results[0]) == 1 and "`pages_per_slot" in str(results[1])
+  assert len(results[0]) == 1 and "`max_length" in str(results[1])
 
 
 def test_an_empty_batch_is_refused(model):
