@@ -130,5 +130,5 @@ def rows_to_compute(groups: Groups, cached) -> list[int]:
 
 def pages_held(state: rollout.Memory) -> int:
   return (
-    state.cache.config.num_pages - 1 - int(state.cache.pool.queue.num_free[0])
+    state.cache.config.total_pages - 1 - int(state.cache.pool.queue.num_free[0])
   )
