@@ -23,7 +23,7 @@ the letters of array shapes.
 | `init_expert_ids` | makes empty pages of expert ids |
 | `write_expert_ids`, `read_expert_ids` | write and read expert ids |
 | `check` | checks that the memory has the pages of a cache, and its moves |
-| `plan_layers` | divides the layers of a model into groups by their windows |
+| `plan_layers` | divides the layers of a model into groups by window |
 
 | type | description |
 |---|---|
@@ -47,12 +47,8 @@ into groups of the cache. In a call, a `LayerMemory` gives each layer its view
 and its part of the pages:
 
   plan = jaxkv.kv.plan_layers((512, 512, None))  # the window of each layer
-  sizes = jaxkv.CacheConfig(
-    num_pages=64, page_size=16, num_slots=4, pages_per_slot=8, groups=plan.kinds
-  )
-  kv = jaxkv.kv.init(
-    sizes, num_layers=plan.num_memory_layers, num_kv_heads=2, head_dim=64
-  )
+  sizes = plan.cache_config(num_slots=4, max_length=2048)
+  kv = plan.init_kv(sizes, num_kv_heads=2, head_dim=64)
 
   def model(params, batch, kv):
     memory = jaxkv.kv.LayerMemory(plan, batch, kv)

@@ -13,16 +13,21 @@ A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 | norms after attention and MLP                   | `Layer`                  |
 | norm offsets, scaled embeddings, logit caps     | `Decoder`                |
 
-Windows need fewer pages than full attention. So `cache_groups` makes a group
-for each layer of the pattern that the layers repeat, and `forward` takes one
-view per group. Five windowed layers per full layer make six groups:
+Windows need fewer pages than full attention, and a recurrent layer needs only
+its last states. So `cache_groups` makes a group for each window and each size
+of cached data, and `forward` takes one view per group. `cache_config` sizes the
+pools of pages from bytes. Five windowed layers per full layer make two groups,
+each with a pool:
 
   config = llama(
     num_layers=12, windows=(512,) * 5 + (None,),
     rope_base=(1e4,) * 5 + (1e6,), ...
   )
-  cache = jaxkv.init(jaxkv.CacheConfig(groups=cache_groups(config), ...))
-  kv = init_kv(config, cache.config)
+  sizes = cache_config(
+    config, num_slots=64, max_length=8192, memory=8 * 2**30
+  )
+  cache = jaxkv.init(sizes)
+  kv = init_kv(config, sizes)
 
 One step, which prefills a chunk of a prompt or decodes:
 
@@ -52,6 +57,7 @@ samples. Each prompt is computed only once, forward and backward:
   )
 """
 
+from jaxkv._src.models.decoder.cache_config import cache_config
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -88,6 +94,7 @@ __all__ = [
   "Rope",
   "Tokenizer",
   "YarnScaling",
+  "cache_config",
   "cache_groups",
   "forward",
   "forward_uncached",

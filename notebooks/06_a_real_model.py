@@ -231,7 +231,8 @@ if not source:
 # first answer to a question is greedy, the others have rising temperatures.
 #
 # A page of the cache holds 16 tokens. Layers that keep the same tokens form a
-# group: SmolLM2 has one, Gemma 3 has six, because five of six layers have a window.
+# group with its own pool of pages: SmolLM2 has one group, Gemma 3 has two, because
+# five of six layers have a window.
 #
 # `raw_log_probs` records the model's own log-probabilities, and `timeline` records
 # the work of each slot, for the picture below. `version` is the number of updates of

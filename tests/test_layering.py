@@ -61,6 +61,7 @@ _CACHE_LAYERS = (
   ("state",),
   ("pool",),
   ("prefix",),
+  ("pool_sizes",),
   ("config",),
   ("group_kinds",),
   ("describe",),

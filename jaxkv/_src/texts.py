@@ -81,7 +81,8 @@ def generate_texts(
     key: key[]; None for `jax.random.key(0)`, so that calls give equal samples.
     num_slots: the maximum number of sequences that run at the same time.
     page_size: tokens per page.
-    num_pages: pages of the cache; None for enough to fill all slots.
+    num_pages: pages of all pools of the cache, see `jaxkv.models.cache_config`;
+      None for enough to fill all slots.
     first_sequence: the id of the first sample, see `init`.
     progress: True to show a progress bar on stderr.
     **options: further fields of `RolloutConfig`. The default of `prefill_chunk`
@@ -124,17 +125,16 @@ def generate_texts(
     as_count("num_slots", num_slots, 1), len(tokens) * num_samples
   )
   page_size = min(as_count("page_size", page_size, 1), longest)
-  cache_config = functools.partial(
-    model.cache_config,
+  config = model.cache_config(
     num_slots=num_slots,
-    page_size=page_size,
     max_length=longest,
+    page_size=page_size,
+    num_pages=num_pages,
+    prefill_chunk=rollout_config.prefill_chunk,
+    decode_tokens=max(
+      rollout_config.decode_steps, 1 + rollout_config.draft_tokens
+    ),
   )
-  if num_pages is None:
-    # Besides the null page, admission keeps one page free per slot and group.
-    num_groups = len(cache_config(num_pages=2).groups)
-    num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
-  config = cache_config(num_pages=num_pages)
   state = init(
     # Processes need no common secret, because they do not share the cache.
     init_cache(config, jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))),

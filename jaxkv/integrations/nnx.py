@@ -26,9 +26,7 @@ decoder then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 and the pages. The weights are `decoder.params`, or a tree of other weights with
 the same structure.
 
-  sizes = decoder.cache_config(
-    num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
-  )
+  sizes = decoder.cache_config(num_slots=4, max_length=128)
   state = rollout.init(
     jaxkv.init(sizes), decoder.init_kv(sizes),
     rollout.Requests(prompts, lengths), key, rollout_config,

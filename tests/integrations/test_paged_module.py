@@ -33,7 +33,11 @@ def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
   prompts = [_tokens(text) for text in _TEXTS]
   width = max(map(len, prompts))
   cache_config = decoder.cache_config(
-    num_pages=num_pages, page_size=page_size, num_slots=4, pages_per_slot=16
+    num_pages=num_pages,
+    page_size=page_size,
+    num_slots=4,
+    max_length=16 * page_size,
+    prefill_chunk=16,
   )
   state = rollout.init(
     jaxkv.init(cache_config),
@@ -109,13 +113,13 @@ def test_rematerialization_is_disabled(how):
 
 def test_local_layers_recycle_pages():
   decoder = paged_module_of(setup.tiny("gemma3", num_layers=6))
-  assert len(decoder.plan.kinds) == 6  # Five groups of one local layer each.
-  assert decoder.plan.num_memory_layers == 1
+  # Five local layers and a full one.
+  assert decoder.plan.groups.num_layers == (5, 1)
   _, state = _rolled_out(decoder, num_pages=400)
   tokens = sum(int(length) for length in state.queue.length)
   pages = int(state.counters.peak_pages)
   # Window 8 in pages of 4: at most 3 pages of each group, and a chunk of 16.
-  assert pages <= -(-tokens // 4) + 4 + 4 * 5 * (3 + 4)
+  assert pages <= -(-tokens // 4) + 4 + 4 * (3 + 4)
 
 
 def test_the_model_is_not_changed():
@@ -200,7 +204,7 @@ def _paged_toy(windows=(None,)):
 
 def _run_toy(decoder):
   cache_config = decoder.cache_config(
-    num_pages=32, page_size=4, num_slots=2, pages_per_slot=4
+    num_pages=32, page_size=4, num_slots=2, max_length=16
   )
   state = rollout.init(
     jaxkv.init(cache_config),

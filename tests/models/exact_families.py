@@ -10,6 +10,7 @@ import numpy as np
 import jaxkv
 from jaxkv import models
 from tests import as_users
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
 VOCABULARY = 61
@@ -137,12 +138,12 @@ def lowered(config, params, rows, columns):
 def _cache(config, rows, columns, page_size):
   pages = -(-columns // page_size)
   return jaxkv.init(
-    jaxkv.CacheConfig(
+    tiny.cache_config(
+      config,
       num_pages=1 + 6 * rows * pages,
       page_size=page_size,
       num_slots=rows,
       pages_per_slot=pages,
-      groups=models.cache_groups(config),
     )
   )
 

@@ -133,10 +133,9 @@ def _in_pages(
 
 
 def _sizes(config: models.Decoder) -> jaxkv.CacheConfig:
-  return jaxkv.CacheConfig(
-    num_pages=40, page_size=4, num_slots=1, pages_per_slot=5,
-    groups=models.cache_groups(config),
-  )  # fmt: skip
+  return tiny.cache_config(
+    config, num_pages=40, page_size=4, num_slots=1, pages_per_slot=5
+  )
 
 
 @over_decoders

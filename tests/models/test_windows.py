@@ -58,8 +58,7 @@ def _config(**changes: Any) -> models.Decoder:
 
 def _windows(config: models.Decoder) -> list[int | None]:
   """Of each layer group."""
-  groups = models.cache_groups(config)
-  return [layer.attention.window for layer in config.layers[: len(groups)]]
+  return list(dict.fromkeys(layer.attention.window for layer in config.layers))
 
 
 def _params(config: models.Decoder) -> Any:
@@ -97,12 +96,15 @@ class _Paged:
     self.config = config
     self.params = _params(config)
     self.most = np.array([_most_pages(window) for window in _windows(config)])
+    groups = models.cache_groups(config)
+    num_pages = np.ones(1 + max(kind.pool for kind in groups), int)
+    np.add.at(num_pages, [kind.pool for kind in groups], _ROWS * self.most)
     cache_config = jaxkv.CacheConfig(
-      num_pages=1 + _ROWS * int(self.most.sum()),
+      num_pages=tuple(num_pages.tolist()),
       page_size=_PAGE,
       num_slots=_ROWS,
       pages_per_slot=-(-_TOTAL // _PAGE),
-      groups=models.cache_groups(config),
+      groups=groups,
     )
     self.state = jaxkv.init(cache_config)
     self.kv = models.init_kv(config, cache_config)
@@ -140,15 +142,21 @@ class _Paged:
 
   def _poison_free_pages(self) -> None:
     """Poisons free pages and those behind a window."""
-    free = np.ones(self.kv.num_pages, bool)
-    free[np.asarray(self.state.page_table) % self.kv.num_pages] = False
-    free[0] = True
-    free = jnp.tile(jnp.asarray(free), self.kv.num_layers)
-    shape = (-1, 1, 1, 1)
-    self.kv = dataclasses.replace(
-      self.kv,
-      k=jnp.where(free.reshape(shape), jnp.nan, self.kv.k),
-      v=jnp.where(free.reshape(shape), jnp.nan, self.kv.v),
+    is_free = np.ones(self.state.config.total_pages + 1, bool)
+    is_free[np.asarray(self.state.page_table)] = False
+    is_free[0] = True
+
+    def poisoned(pool: paged.KVPages) -> paged.KVPages:
+      rows = is_free[pool.first_page :][: pool.num_pages]
+      rows = jnp.tile(jnp.asarray(rows), pool.num_layers).reshape(-1, 1, 1, 1)
+      return dataclasses.replace(
+        pool,
+        k=jnp.where(rows, jnp.nan, pool.k),
+        v=jnp.where(rows, jnp.nan, pool.v),
+      )
+
+    self.kv = jax.tree.map(
+      poisoned, self.kv, is_leaf=lambda pool: isinstance(pool, paged.KVPages)
     )
 
 

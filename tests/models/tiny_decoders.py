@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+import jaxkv
 from jaxkv import models
 
 VOCABULARY = 31
@@ -49,6 +50,24 @@ LAYERS: dict[str, tuple[models.Layer, ...]] = {
 def decoder(layers: tuple[models.Layer, ...], **fields: Any) -> models.Decoder:
   return models.Decoder(
     vocab_size=VOCABULARY, embed_dim=16, layers=layers, **fields
+  )
+
+
+def cache_config(
+  decoder: models.Decoder,
+  *,
+  num_pages: int,
+  offload_pages: int = 0,
+  **sizes: Any,
+) -> jaxkv.CacheConfig:
+  """Returns a cache whose pools all have the same numbers of pages."""
+  groups = models.cache_groups(decoder)
+  num_pools = 1 + max(kind.pool for kind in groups)
+  return jaxkv.CacheConfig(
+    num_pages=(num_pages,) * num_pools,
+    offload_pages=(offload_pages,) * num_pools,
+    groups=groups,
+    **sizes,
   )
 
 

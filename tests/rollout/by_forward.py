@@ -46,8 +46,10 @@ def weights(name: str = "llama", seed: int = 0):
 
 
 def _sizes(name: str, sizes=SIZES) -> jaxkv.CacheConfig:
+  """Returns sizes for a model, each of whose pools has `num_pages` pages."""
   groups = models.cache_groups(MODELS[name])
-  return dataclasses.replace(sizes, groups=groups)
+  num_pages = (sizes.num_pages,) * (1 + max(kind.pool for kind in groups))
+  return dataclasses.replace(sizes, groups=groups, num_pages=num_pages)
 
 
 def fresh(name: str = "llama", sizes=SIZES) -> rollout.Memory:
@@ -129,6 +131,6 @@ def rows_to_compute(groups: Groups, cached) -> list[int]:
 
 
 def pages_held(state: rollout.Memory) -> int:
-  return (
-    state.cache.config.total_pages - 1 - int(state.cache.pool.queue.num_free[0])
-  )
+  config = state.cache.config
+  num_free = int(state.cache.pool.queue.num_free.sum())
+  return config.total_pages - config.num_pools - num_free

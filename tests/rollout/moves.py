@@ -15,6 +15,7 @@ from jaxkv import rollout
 from jaxkv.rollout import SequenceStatus
 from tests import as_users
 from tests.models import exact_families as families
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
 SAMPLES, NEW, PROMPT = 2, 10, 14
@@ -47,13 +48,12 @@ class Spec:
 
 def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
   """Returns a rollout without sequences."""
-  cache_groups = models.cache_groups(config)
-  sizes = jaxkv.CacheConfig(
-    num_pages=1 + spec.pages * len(cache_groups),
+  sizes = tiny.cache_config(
+    config,
+    num_pages=1 + spec.pages,
     page_size=spec.page_size,
     num_slots=spec.slots,
     pages_per_slot=-(-WIDTH // spec.page_size) + 1,
-    groups=cache_groups,
     offload_pages=spec.offload_pages,
     **cache_options,
   )

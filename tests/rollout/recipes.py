@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
 TITLES = (
@@ -123,12 +124,12 @@ def of_decoder(
   **options: Any,
 ) -> dict[str, Any]:
   """Returns names for a decoder; `options` are more of the rollout's config."""
-  sizes = jaxkv.CacheConfig(
+  sizes = tiny.cache_config(
+    decoder,
     num_pages=num_pages,
     page_size=4,
     num_slots=3,
     pages_per_slot=pages_per_slot,
-    groups=models.cache_groups(decoder),
   )
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=9, stop_token=3, prefill_chunk=8, **options

@@ -12,7 +12,6 @@ import pytest
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
-from jaxkv._src.engine.requests import max_pages
 from tests.tools.compiled_programs import num_compiled
 
 _VOCABULARY = 7
@@ -412,4 +411,4 @@ def test_max_pages_of_a_sequence(group, length, pages):
   sizes = jaxkv.CacheConfig(
     num_pages=20, page_size=4, num_slots=1, pages_per_slot=10, groups=(group,)
   )
-  assert max_pages(sizes, 1, length) == (pages,)
+  assert sizes.sizes.max_pages(1, length) == (pages,)

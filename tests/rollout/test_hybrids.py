@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 from tests.rollout import uncached
 
@@ -37,13 +38,13 @@ _OPTIONS = rollout.RolloutConfig(
 
 
 def _begun(model: models.Decoder, prompts: jax.Array, lengths: jax.Array):
-  sizes = jaxkv.CacheConfig(
+  sizes = tiny.cache_config(
+    model,
     # Few pages: sequences are preempted and resume.
-    num_pages=9 + 4 * len(model.layers),
+    num_pages=17,
     page_size=_PAGE,
     num_slots=3,
     pages_per_slot=10,
-    groups=models.cache_groups(model),
   )
   kv = models.init_kv(model, sizes)
   key = jax.random.key(1)
@@ -72,7 +73,7 @@ def test_windows_equal_uncached_attention(windows):
   program = by_hand.Runner(paged, params)
   max_pages = [
     -(-(window - 1 + _CHUNK) // _PAGE) + 1
-    for window in windows
+    for window in dict.fromkeys(windows)
     if window is not None
   ]
   while not bool(rollout.is_done(state)):

@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from tests.models import exact_families as families
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
 _SAMPLES, _NEW, _PROMPT, _PAGE = 2, 12, 20, 4
@@ -20,12 +21,12 @@ _ROUNDS = 3
 
 
 def _sizes(config, *, num_pages, offload_pages=0):
-  return jaxkv.CacheConfig(
+  return tiny.cache_config(
+    config,
     num_pages=num_pages,
     page_size=_PAGE,
     num_slots=4,
     pages_per_slot=_COLUMNS,
-    groups=models.cache_groups(config),
     offload_pages=offload_pages,
   )
 
@@ -95,10 +96,9 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
 def test_offload_pages_change_no_bit(name, decode_steps):
   """A small pool with offload pages has the bits of a large pool."""
   config, params = families.decoder(name)
-  num_groups = len(models.cache_groups(config))
-  num_pages = 1 + num_groups * (_COLUMNS * 5 // 2)
-  large = _sizes(config, num_pages=1 + 200 * num_groups)
-  small = _sizes(config, num_pages=num_pages, offload_pages=150 * num_groups)
+  num_pages = 1 + _COLUMNS * 5 // 2
+  large = _sizes(config, num_pages=201)
+  small = _sizes(config, num_pages=num_pages, offload_pages=150)
   expected, _ = _rounds(config, params, large)
   actual, stats = _rounds(config, params, small, decode_steps)
   for (expected_results, _), (results, _) in zip(expected, actual, strict=True):

@@ -188,10 +188,9 @@ def test_trainer_replays_the_recorded_experts():
   A trainer with the same weights has the same log-probabilities. One that
   would choose others replays those of the rollout.
   """
-  sizes = jaxkv.CacheConfig(
-    num_pages=90, page_size=4, num_slots=3, pages_per_slot=8,
-    groups=models.cache_groups(_DECODER),
-  )  # fmt: skip
+  sizes = tiny.cache_config(
+    _DECODER, num_pages=90, page_size=4, num_slots=3, pages_per_slot=8
+  )
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=8, prefill_chunk=8, record_experts=True
   )

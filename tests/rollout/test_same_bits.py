@@ -18,6 +18,7 @@ from jaxkv import sharding
 from jaxkv._src.exact import log_probs
 from tests import as_users
 from tests.models import exact_families as families
+from tests.models import tiny_decoders as tiny
 from tests.rollout.by_forward import arguments_of
 
 _SAMPLES, _NEW, _PROMPT = 2, 12, 20
@@ -56,12 +57,12 @@ def _prompts(reverse=False):
 def _state(config, setting, params) -> Any:
   """Returns a rollout before its first step, with cached prompts if asked."""
   columns = -(-(_PROMPT + _NEW) // setting.page_size)
-  sizes = jaxkv.CacheConfig(
+  sizes = tiny.cache_config(
+    config,
     num_pages=setting.pages or 1 + 10 * columns * 4,
     page_size=setting.page_size,
     num_slots=setting.slots,
     pages_per_slot=columns,
-    groups=models.cache_groups(config),
   )
   options = rollout.RolloutConfig(
     num_samples=_SAMPLES,
@@ -120,12 +121,12 @@ def _groups(results) -> rollout.Grouped:
 
 
 def _by_score(config, params, groups, page_size=4) -> np.ndarray:
-  sizes = jaxkv.CacheConfig(
+  sizes = tiny.cache_config(
+    config,
     num_pages=200,
     page_size=page_size,
     num_slots=3,
     pages_per_slot=-(-(_PROMPT + _NEW) // page_size),
-    groups=models.cache_groups(config),
   )
   state = rollout.Memory(
     cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)

@@ -13,6 +13,7 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.commands import characters
 from tests import as_users
+from tests.models import tiny_decoders as tiny
 from tests.rollout.by_forward import arguments_of
 from tests.tools import named_models
 
@@ -32,12 +33,12 @@ def _converted(config, params, dtype, numerics):
 def _samples(config, params, prompts, samples, new, slots):
   """Returns the samples of a rollout, in groups."""
   columns = prompts.shape[1]
-  sizes = jaxkv.CacheConfig(
+  sizes = tiny.cache_config(
+    config,
     num_pages=1 + (slots + 2) * -(-(columns + new) // 16),
     page_size=16,
     num_slots=slots,
     pages_per_slot=-(-(columns + new) // 16),
-    groups=models.cache_groups(config),
   )
   options = rollout.RolloutConfig(
     num_samples=samples, max_new_tokens=new, numerics=config.numerics,
@@ -66,10 +67,13 @@ def _samples(config, params, prompts, samples, new, slots):
 def _by_score(config, params, groups):
   columns = groups.prompts.shape[1] + groups.completions.shape[2]
   pages = -(-columns // 16)
-  sizes = jaxkv.CacheConfig(
-    num_pages=1 + 10 * pages, page_size=16, num_slots=9, pages_per_slot=pages,
-    groups=models.cache_groups(config),
-  )  # fmt: skip
+  sizes = tiny.cache_config(
+    config,
+    num_pages=1 + 10 * pages,
+    page_size=16,
+    num_slots=9,
+    pages_per_slot=pages,
+  )
   state = rollout.Memory(
     cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
   )

@@ -470,14 +470,17 @@ class CacheConfig:
 
 
 def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
-  """Converts a number, or one for each pool; a tuple of one becomes an int."""
+  """Converts a number, or one for each pool.
+
+  A tuple of one number or of zeros becomes an int.
+  """
   is_tuple = isinstance(value, tuple)
   if not is_tuple:
     return as_count(name, value, minimum)
   counts = tuple(as_count(name, count, minimum) for count in value)
   if not counts:
     refuse(ValueError, name, "a number, or one for each pool", value)
-  return counts if counts[1:] else counts[0]
+  return counts if any(counts) and counts[1:] else counts[0]
 
 
 def _by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -353,6 +353,35 @@ class GroupSizes:
     holds_back = _broadcast(keeps, columns).astype(bool) & (full > 0)
     return jnp.where(holds_back, jnp.minimum(columns, full - 1), columns)
 
+  def max_pages(self, in_flight: int, longest: int) -> tuple[int, ...]:
+    """Returns the maximum number of pages that one sequence holds, by group.
+
+    In a recurrent group, a sequence holds the page of the last state and one
+    for the next state, because a step never passes the end of a page.
+
+    Args:
+      in_flight: the maximum number of tokens that a step computes.
+      longest: tokens of the longest sequence.
+    """
+
+    def most(group_kind: GroupKind, page_size: int) -> int:
+      if group_kind.holds_states:
+        return 2
+      pages = group_kind.most_pages(page_size, in_flight, longest)
+      # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages. A
+      # chunk of another size can begin inside a page, and needs one more.
+      return pages + (
+        isinstance(group_kind, ChunkedLocal)
+        and group_kind.chunk % page_size > 0
+      )
+
+    return tuple(
+      min(most(group_kind, page_size), -(-longest // page_size))
+      for group_kind, page_size in zip(
+        self.groups, self.page_sizes, strict=True
+      )
+    )
+
   def tokens_with_room(self, columns: Array) -> Array:
     """Counts the tokens that fit in columns: int32[..., G] to int32[...]."""
     return jnp.min(columns * _broadcast(self.page_sizes, columns), axis=-1)

@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--seed", metavar="I", type=seed, default=0, help=default)
   slots = f"sequences that run at once {default}"
   add("--slots", metavar="B", type=count, default=8, help=slots)
-  add("--pages", metavar="N", type=num_pages, help="pool size; default: enough")
+  add(
+    "--pages", metavar="N", type=num_pages, help="of all pools; default: enough"
+  )
   add("--page-size", metavar="S", type=count, default=16, help=default)
   add("--json", metavar="FILE", help="also write texts and figures here")
   add(
@@ -333,6 +335,14 @@ def _printed_texts(texts: list[dict[str, Any]]) -> str:
   return "\n".join(lines) + "\n\n"
 
 
+def _bytes_used(f: dict[str, Any]) -> str:
+  """Returns the bytes of pages in use, or with several pools of all pages."""
+  if isinstance(f["page_bytes"], int):
+    return f"{f['peak_pages'] * f['page_bytes']:,} at the peak"
+  pairs = zip(f["pages"], f["page_bytes"], strict=True)
+  return f"{sum(pages * size for pages, size in pairs):,} in all pools"
+
+
 def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
   """Returns the rows of the printed table, pairs of name and value."""
   hits = f["hit_tokens"] / max(f["queried_tokens"], 1)
@@ -355,7 +365,7 @@ def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
       f"{f['published_pages']:,} published, {f['evicted_pages']:,} evicted, "
       f"{f['peak_shared']:,} shared at the peak",
     ),
-    ("K/V bytes used", f"{f['peak_pages'] * f['page_bytes']:,} at the peak"),
+    ("K/V bytes used", _bytes_used(f)),
   ]
   if "largest_difference" in f:
     verdict = "yes" if f["largest_difference"] < CLOSE else "NO"

@@ -31,10 +31,10 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import set_status
-from jaxkv._src.engine.requests import max_pages
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import missing_tokens
 
 
 class Entrants(NamedTuple):
@@ -196,8 +196,15 @@ def promised_pages(
   in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
     return in_step
-  needed = pages_at_once(
-    cache.config, indexing.take(queue.length, slots.row), config
+  length = indexing.take(queue.length, slots.row)
+  needed = pages_at_once(cache.config, length, config)
+  # A sequence whose prompt is computed never has a chunk in flight again.
+  in_decode = max(config.decode_steps, 1 + config.draft_tokens)
+  is_decoding = missing_tokens(queue, slots, cache) <= 1
+  needed = jnp.where(
+    is_decoding[:, None],
+    jnp.minimum(needed, _most_pages(cache.config, in_decode)),
+    needed,
   )
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
   num_held_pages = held_pages(cache)
@@ -245,5 +252,10 @@ def pages_at_once(
   """Returns the most pages that sequences of a length hold, int32[R, G]."""
   columns = cache_config.sizes.columns_for(length)
   most_in_flight = chunk_size(cache_config, config) + config.decode_steps - 1
-  limits = max_pages(cache_config, most_in_flight, cache_config.slot_tokens)
-  return jnp.minimum(columns, jnp.asarray(limits, jnp.int32)[None])
+  return jnp.minimum(columns, _most_pages(cache_config, most_in_flight))
+
+
+def _most_pages(cache_config: CacheConfig, in_flight: int) -> Array:
+  """Returns the most pages of a sequence with tokens in flight, int32[1, G]."""
+  limits = cache_config.sizes.max_pages(in_flight, cache_config.slot_tokens)
+  return jnp.asarray(limits, jnp.int32)[None]

@@ -15,8 +15,6 @@ from jaxkv._src.arrays.arguments import as_key
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.group_kinds import ChunkedLocal
-from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.sampling.settings import Sampling
@@ -302,7 +300,7 @@ def check_fits(
       f"a sequence can reach, got {width}."
     )
   most_in_flight = config.prefill_chunk + config.decode_steps - 1
-  by_group = max_pages(cache_config, most_in_flight, longest)
+  by_group = cache_config.sizes.max_pages(most_in_flight, longest)
   needed = tuple(
     1 + sum(by_group[group] for group in groups)
     for groups in cache_config.groups_of_pools
@@ -348,31 +346,3 @@ def _longest(
     limits = np.asarray(sampling.max_tokens).reshape(-1, config.num_samples)
     budget = np.minimum(budget, limits.max(axis=1))
   return int((lengths + budget)[exists].max(initial=0))
-
-
-def max_pages(
-  cache_config: CacheConfig, in_flight: int, longest: int
-) -> tuple[int, ...]:
-  """Returns the maximum number of pages of one sequence, by group.
-
-  The sequence has up to `longest` tokens, and a step computes up to `in_flight`
-  of them. In a recurrent group, a sequence holds the page of the last state and
-  one for the next state, because a step never passes the end of a page.
-  """
-
-  def most(group_kind: GroupKind, page_size: int) -> int:
-    if group_kind.holds_states:
-      return 2
-    pages = group_kind.most_pages(page_size, in_flight, longest)
-    # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages. A
-    # chunk of another size can begin inside a page, and then needs one more.
-    return pages + (
-      isinstance(group_kind, ChunkedLocal) and group_kind.chunk % page_size > 0
-    )
-
-  return tuple(
-    min(most(group_kind, page_size), -(-longest // page_size))
-    for group_kind, page_size in zip(
-      cache_config.groups, cache_config.page_sizes, strict=True
-    )
-  )

@@ -78,7 +78,8 @@ class QueueEngine:
       num_pages=sizes.num_pages,
       page_size=sizes.page_size,
       num_slots=sizes.num_slots,
-      pages_per_slot=-(-sizes.max_length // sizes.page_size),
+      max_length=sizes.max_length,
+      prefill_chunk=sizes.prefill_chunk,
     )
     self._config = RolloutConfig(
       num_samples=sizes.num_samples,

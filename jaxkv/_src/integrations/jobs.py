@@ -86,7 +86,7 @@ class EngineSizes:
     max_length: the maximum number of tokens of a sample and its prompt.
     num_stop_tokens: the maximum number of stop tokens of a job.
     num_slots: the number of samples that run at once.
-    num_pages: pages of the pool, the null page included.
+    num_pages: pages of all pools together, see `jaxkv.models.cache_config`.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
   """
@@ -113,8 +113,8 @@ class SamplingOptions:
   Attributes:
     num_samples: the maximum number of samples that share one prefill.
     num_jobs: the number of prompts in the queue.
-    num_pages: pages of the pool; None for half of the pages that a dense cache
-      would need for a full queue.
+    num_pages: pages of all pools together; None for half of the pages that a
+      dense cache would need for a full queue.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
     max_length: the maximum number of tokens of a prompt with its answer. For a
@@ -161,12 +161,11 @@ def choose_sizes(
   columns = -(-max_length // page_size)
   num_pages = options.num_pages
   if num_pages is None:
-    # A page holds `page_size` tokens of `num_memory_layers` decoder layers. The
-    # pool must have room for the longest sequence.
+    # The pools must have room for the longest sequence.
     tokens = num_jobs * num_samples * max_length
-    page = page_size * plan.num_memory_layers
-    half = tokens * len(plan.windows) // (2 * page)
-    num_pages = max(half, (columns + 1) * len(plan.kinds) + 1)
+    num_groups = len(plan.kinds)
+    half = tokens * num_groups // (2 * page_size)
+    num_pages = max(half, (columns + 2) * num_groups)
   stops = max(len(job.stop_tokens) for job in jobs)
   return EngineSizes(
     num_jobs=num_jobs,

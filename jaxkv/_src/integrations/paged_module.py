@@ -13,10 +13,8 @@ from jaxkv import CacheConfig
 from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.no_mesh import no_mesh
 from jaxkv.kv import Batch
-from jaxkv.kv import KVPages
 from jaxkv.kv import LayerMemory
 from jaxkv.kv import LayerPlan
-from jaxkv.kv import init
 from jaxkv.kv import plan_layers
 
 Replaced = type | tuple[type, str] | str
@@ -49,26 +47,19 @@ class PagedModule:
   methods: Mapping[Replaced, Callable[..., Any]]
 
   def cache_config(self, **sizes: Any) -> CacheConfig:
-    """Returns the config of a cache for the decoder's layer groups.
+    """Sizes a cache, see `jaxkv.kv.LayerPlan.cache_config`."""
+    return self.plan.cache_config(**sizes)
 
-    Args:
-      **sizes: the fields of `jaxkv.CacheConfig` except `groups`.
-    """
-    return CacheConfig(groups=self.plan.kinds, **sizes)
-
-  def init_kv(self, config: CacheConfig) -> KVPages:
-    """Returns pages of zeros for all layers of the decoder."""
-    return init(
+  def init_kv(self, config: CacheConfig) -> Any:
+    """Returns pages of zeros for all layers, see `LayerPlan.init_kv`."""
+    return self.plan.init_kv(
       config,
-      num_layers=self.plan.num_memory_layers,
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
       dtype=self.dtype,
     )
 
-  def model(
-    self, params: Any, batch: Batch, kv: KVPages
-  ) -> tuple[jax.Array, KVPages]:
+  def model(self, params: Any, batch: Batch, kv: Any) -> tuple[jax.Array, Any]:
     """Calls the decoder, with the signature of `jaxkv.rollout.Model`.
 
     The decoder is traced with jax's default dtype and rank promotion. It is

@@ -55,8 +55,8 @@ class TunixRollout:
         for the longest run of equal prompts in the first call.
       num_jobs: number of prompts in the queue; None for as many as the first
         call needs, or 16 if it has a single sample.
-      num_pages: pages of the pool; None for half of the pages that a dense
-        cache would need for a full queue.
+      num_pages: pages of all pools together; None for half of the pages that a
+        dense cache would need for a full queue.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
       max_length: the maximum number of tokens of a prompt with its answer; None

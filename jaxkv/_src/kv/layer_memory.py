@@ -8,43 +8,103 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.cache.pool_sizes import sized_config
 from jaxkv._src.kv.attend import attend
-from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import check_config
+from jaxkv._src.kv.kv_pages import init
+from jaxkv._src.kv.layer_groups import LayerGroups
+from jaxkv._src.kv.layer_groups import group_layers
 from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.write import write
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-  """The layer group and the memory layer of each decoder layer.
-
-  A memory layer is the part of a page that one decoder layer uses.
+  """The layer groups and memory layers of a model; see `plan_layers`.
 
   Attributes:
     windows: the window of each layer, in the order in which the layers attend;
       None for full attention.
-    kinds: the kind of each group, for `CacheConfig.groups`.
-    places: the group and the memory layer of each layer.
-    num_memory_layers: the number of memory layers of a page, which is the size
-      of the largest group; `num_layers` of `jaxkv.kv.init`.
+    groups: the layer groups, and the location of each layer in them.
   """
 
   windows: tuple[int | None, ...]
-  kinds: tuple[GroupKind, ...]
-  places: tuple[tuple[int, int], ...]
-  num_memory_layers: int
+  groups: LayerGroups
+
+  @property
+  def kinds(self) -> tuple[GroupKind, ...]:
+    """The kind of each group, with its pool."""
+    return self.groups.kinds
+
+  def cache_config(
+    self,
+    *,
+    num_slots: int,
+    max_length: int,
+    page_size: int = 16,
+    num_pages: int | tuple[int, ...] | None = None,
+    prefill_chunk: int = 256,
+    decode_tokens: int = 1,
+    **options: Any,
+  ) -> CacheConfig:
+    """Sizes the pools of a cache, as `jaxkv.models.cache_config` does.
+
+    Args:
+      num_slots: B, the maximum number of sequences at a time.
+      max_length: the maximum number of tokens of a sequence.
+      page_size: S, tokens per page of all groups.
+      num_pages: the pages of all pools together, or a tuple with the pages of
+        each pool; None for the fewest with which all slots can run.
+      prefill_chunk: the maximum number of prompt tokens in a step.
+      decode_tokens: the maximum number of tokens that a sequence decodes in a
+        step.
+      **options: other fields of `jaxkv.CacheConfig`.
+    """
+    return sized_config(
+      self.kinds,
+      num_slots=num_slots,
+      max_length=max_length,
+      page_size=page_size,
+      num_pages=num_pages,
+      prefill_chunk=prefill_chunk,
+      decode_tokens=decode_tokens,
+      options=options,
+    )
+
+  def init_kv(self, config: CacheConfig, **sizes: Any) -> Any:
+    """Makes pages of zeros for all layers.
+
+    Args:
+      config: the sizes of a cache with the groups of the plan.
+      **sizes: arguments of `jaxkv.kv.init` besides `num_layers` and `group`.
+
+    Returns:
+      The `KVPages`; with several pools, a tuple with those of each pool.
+
+    Raises:
+      TypeError: `config` is not a CacheConfig, or a size is missing.
+      ValueError: `config` has other groups, or a size is out of range.
+    """
+    check_config(config)
+    self.groups.check(config, "make the cache with plan.cache_config")
+    # All groups of a pool have pages of the same shape, so one serves for all.
+    pools = tuple(
+      init(
+        config, num_layers=self.groups.num_layers[group], group=group, **sizes
+      )
+      for group in self.groups.by_pool
+    )
+    return pools[0] if len(pools) == 1 else pools
 
 
 def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
-  """Divides layers into groups, of equal size if possible.
+  """Divides layers into a group for each window, in the order of first layers.
 
-  All layers of a group have the same window. A group has at most as many layers
-  as the rarest window, so other windows can have several groups. Layers of
-  different groups use the same memory layers, because no page belongs to two
-  groups at a time.
+  Groups with equally many layers share a pool of pages.
 
   Args:
     windows: the window of each layer, in the order in which the layers attend;
@@ -55,31 +115,18 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
 
   Examples:
     >>> plan = plan_layers((4, 4, None, 4, 4, None))
-    >>> len(plan.kinds), plan.num_memory_layers, plan.places[:3]
-    (3, 2, ((1, 0), (1, 1), (0, 0)))
+    >>> [kind.pool for kind in plan.kinds], plan.groups.num_layers
+    ([0, 1], (4, 2))
+    >>> plan.cache_config(num_slots=3, max_length=64, page_size=4).num_pages
+    (24, 52)
   """
   if not windows:
     raise ValueError("`windows` must have an entry for each layer, got none.")
-  by_kind: dict[int | None, list[int]] = {}
-  for layer, window in enumerate(windows):
-    by_kind.setdefault(window, []).append(layer)
-  # With this size, only the last group of a window can have unused memory
-  # layers.
-  group_size = min(len(layers) for layers in by_kind.values())
-  kinds: list[GroupKind] = []
-  locations: dict[int, tuple[int, int]] = {}
-  for window in sorted(by_kind, key=lambda window: window or 0):
-    layers = by_kind[window]
-    for start in range(0, len(layers), group_size):
-      for memory_layer, layer in enumerate(layers[start : start + group_size]):
-        locations[layer] = len(kinds), memory_layer
-      kinds.append(FullAttention() if window is None else SlidingWindow(window))
-  return LayerPlan(
-    windows=tuple(windows),
-    kinds=tuple(kinds),
-    places=tuple(locations[layer] for layer in range(len(windows))),
-    num_memory_layers=group_size,
-  )
+  kinds = [
+    FullAttention() if window is None else SlidingWindow(window)
+    for window in windows
+  ]
+  return LayerPlan(tuple(windows), group_layers(kinds, [None] * len(kinds)))
 
 
 class LayerMemory:
@@ -92,22 +139,32 @@ class LayerMemory:
   size.
 
   Attributes:
-    kv: the pages, which `attend` replaces.
     batch: the tokens of the call.
   """
 
-  def __init__(self, plan: LayerPlan, batch: Batch, kv: KVPages):
+  def __init__(self, plan: LayerPlan, batch: Batch, kv: Any):
     if len(batch.views) != len(plan.kinds):
       raise ValueError(
         f"`batch.views` must have a view for each of the {len(plan.kinds)} "
         f"groups of the plan, got {len(batch.views)}; make the cache with "
-        "CacheConfig(groups=plan.kinds)."
+        "plan.cache_config."
       )
-    self.kv = kv
+    self._pools = kv if isinstance(kv, tuple) else (kv,)
+    num_pools = len(plan.groups.by_pool)
+    if len(self._pools) != num_pools:
+      raise ValueError(
+        f"`kv` must have the {num_pools} pools of the plan, got "
+        f"{len(self._pools)}; make it with plan.init_kv."
+      )
     self.batch = batch
     self._plan = plan
     self._layer = 0
     self._has_picked = False
+
+  @property
+  def kv(self) -> Any:
+    """The pages, as `LayerPlan.init_kv` returns them; `attend` changes them."""
+    return self._pools[0] if len(self._pools) == 1 else self._pools
 
   def __getitem__(self, name: Any) -> "LayerMemory":
     """Returns `self`, because some models index their cache by layer."""
@@ -151,7 +208,7 @@ class LayerMemory:
         f"{len(self._plan.windows)}; add the missing ones."
       )
     window = self._plan.windows[self._layer]
-    group, layer = self._plan.places[self._layer]
+    group, layer = self._plan.groups.locations[self._layer]
     # Calls are counted, because a layer does not know its index.
     self._layer += 1
     view = self.batch.views[group]
@@ -162,8 +219,11 @@ class LayerMemory:
       alibi_slopes=alibi_slopes,
       window=window,
     )
-    self.kv = write(self.kv, view, layer, k, v)
-    return attend(self.kv, view, layer, q, options=attention, **options)
+    # Other pools stay as they are, so that their writes stay in place.
+    pool = self._plan.kinds[group].pool
+    pages = write(self._pools[pool], view, layer, k, v)
+    self._pools = (*self._pools[:pool], pages, *self._pools[pool + 1 :])
+    return attend(pages, view, layer, q, options=attention, **options)
 
   def pick(self, x: jax.Array) -> jax.Array:
     """Selects the columns that get logits: [1, C, E] to [1, X, E].

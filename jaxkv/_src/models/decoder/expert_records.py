@@ -73,7 +73,7 @@ def _full_group(decoder: Decoder) -> int:
   """Returns the index of the first layer group that keeps all tokens."""
   # A group with a window frees pages when their tokens leave the window, and
   # the records in these pages would be lost.
-  kinds = groups.group_kinds(decoder)
+  kinds = groups.groups_of(decoder).kinds
   is_full = [isinstance(group_kind, FullAttention) for group_kind in kinds]
   if True not in is_full:
     raise ValueError(

@@ -183,9 +183,8 @@ def _with_shared_pages(
 ) -> tuple[_AnyView, ...]:
   """Updates the `shared` pages of views, once before the loop over layers."""
   refreshed: list[Any] = list(views)
-  pool_of_group = groups.pool_of_group(config)
-  for group, group_kind in enumerate(groups.group_kinds(config)):
-    pool = pools[pool_of_group[group]]
+  for group, group_kind in enumerate(groups.groups_of(config).kinds):
+    pool = pools[group_kind.pool]
     # `attend` ignores `shared` in layers with a window or with latents, so the
     # views of these layers are not updated.
     has_keys = isinstance(pool, KVPages) and pool.v is not None

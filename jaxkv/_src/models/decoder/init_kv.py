@@ -5,7 +5,9 @@ from typing import Any
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import init as init_pages
+from jaxkv._src.kv.pools import Pool
 from jaxkv._src.kv.recurrent_pages import init_states
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.models.decoder import expert_records
@@ -18,8 +20,9 @@ from jaxkv._src.models.decoder.description import check_decoder
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """Returns `CacheConfig.groups` for a decoder.
 
-  Layer i is in group i % C, where C is the length of the shortest pattern that
-  the windows and the cached data of the layers repeat.
+  Layers with equal windows and equal sizes of cached data form a group. Groups
+  are in the order of their first layers. Groups of equally many layers with
+  equal sizes share a pool of pages, see `GroupKind.pool`.
 
   Examples:
     >>> from jaxkv import models
@@ -27,12 +30,13 @@ def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
     ...   vocab_size=11, num_layers=6, embed_dim=8, num_heads=4,
     ...   num_kv_heads=2, head_dim=2, mlp_dim=16, windows=(8, 8, None)
     ... )
-    >>> groups = cache_groups(decoder)
-    >>> len(groups), groups[0]
-    (3, SlidingWindow(page_size=None, window=8))
+    >>> for kind in cache_groups(decoder):
+    ...   print(kind)
+    SlidingWindow(page_size=None, pool=0, window=8)
+    FullAttention(page_size=None, pool=1)
   """
   check_decoder("decoder", decoder)
-  return groups.group_kinds(decoder)
+  return groups.groups_of(decoder).kinds
 
 
 def init_kv(
@@ -46,19 +50,20 @@ def init_kv(
 
   Args:
     decoder: the decoder.
-    config: sizes of the cache, with `groups=cache_groups(decoder)`.
+    config: sizes of the cache, from `cache_config` or with the decoder's
+      `cache_groups`.
     dtype: format of keys and values, see `jaxkv.kv.init`; None for the
       decoder's dtype.
     record_experts: True to also record the experts of each token, in all layers
       with `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads the records.
 
   Returns:
-    The pool of all layers, such as `KVPages`; a tuple if layers need several
-    pools. With `record_experts`, a tuple that ends with an `ExpertIdPages`.
+    The pool of all layers, such as `KVPages`; with several pools, a tuple of
+    them. With `record_experts`, a tuple that ends with an `ExpertIdPages`.
 
   Raises:
     ValueError: `dtype` is not supported, the cache and the decoder differ in
-      the number of groups, or groups of the cache differ in the page size. With
+      the groups or pools, or groups of the cache differ in the page size. With
       `record_experts`, also if no layer has experts, none has full attention,
       or layers differ in the experts per token.
 
@@ -77,41 +82,18 @@ def init_kv(
     (6, 2, 4, 4)
   """
   check_decoder("decoder", decoder)
-  num_groups = groups.period(decoder)
-  if len(config.groups) != num_groups:
-    raise ValueError(
-      f"`config.groups` must be the {num_groups} groups of the decoder, got "
-      f"{len(config.groups)}; make the cache with groups=cache_groups(decoder)."
-    )
-  # A pool has one page size, and can serve several groups.
+  check_config(config)
+  layer_groups = groups.groups_of(decoder)
+  layer_groups.check(config, "make the cache with models.cache_config(decoder)")
   if len(set(config.page_sizes)) > 1:
     raise ValueError(
       "`config` must have one page size for all groups, got "
       f"{config.page_sizes}; make the cache with groups=cache_groups(decoder)."
     )
-  layers = groups.num_memory_layers(decoder)
   dtype = decoder.dtype if dtype is None else dtype
-  pools = []
-  for name, layout in groups.pools(decoder):
-    if name == "keys and values":
-      heads, dim = layout
-      pools.append(
-        init_pages(
-          config, num_layers=layers, num_kv_heads=heads, head_dim=dim,
-          dtype=dtype,
-        )
-      )  # fmt: skip
-    elif name == "latents":
-      # A latent is stored once, and attention reads it as both key and value.
-      pools.append(
-        init_pages(
-          config, num_layers=layers, num_kv_heads=1, head_dim=sum(layout),
-          value_dim=layout[0], dtype=dtype,
-        )
-      )  # fmt: skip
-    else:
-      shapes = recurrent_pages.state_shapes(layout)
-      pools.append(init_states(config, num_layers=layers, shapes=shapes))
+  pools: list[Pool] = []
+  for group in layer_groups.by_pool:
+    pools.append(_init_pool(decoder, config, group, dtype))
   # The expert ids come last, so that the indices of other pools do not depend
   # on `record_experts`.
   if record_experts:
@@ -119,12 +101,44 @@ def init_kv(
   return tuple(pools) if len(pools) > 1 else pools[0]
 
 
+def _init_pool(
+  decoder: Decoder, config: CacheConfig, group: int, dtype: Any
+) -> Pool:
+  """Creates the memory of a group's pool."""
+  layer_groups = groups.groups_of(decoder)
+  num_layers = layer_groups.num_layers[group]
+  groups_of_layers = [location.group for location in layer_groups.locations]
+  name, layout = groups.shape_of(decoder.layers[groups_of_layers.index(group)])
+  if name == "states":
+    return init_states(
+      config,
+      num_layers=num_layers,
+      shapes=recurrent_pages.state_shapes(layout),
+      group=group,
+    )
+  head_sizes: dict[str, Any] = {
+    "num_kv_heads": layout[0],
+    "head_dim": layout[1],
+  }
+  if name == "latents":
+    # A latent is stored once, and attention reads it as both key and value.
+    head_sizes = {
+      "num_kv_heads": 1,
+      "head_dim": sum(layout),
+      "value_dim": layout[0],
+    }
+  return init_pages(
+    config, num_layers=num_layers, dtype=dtype, group=group, **head_sizes
+  )
+
+
 def check_pools(
   pools: tuple[Any, ...], views: tuple[AnyView, ...], config: Decoder
 ) -> None:
   """Raises ValueError unless pools and views fit a decoder."""
-  num_groups = groups.period(config)
-  num_pools = len(groups.pools(config))
+  layer_groups = groups.groups_of(config)
+  num_groups = len(layer_groups.kinds)
+  num_pools = len(layer_groups.by_pool)
   if len(views) != num_groups:
     raise ValueError(
       f"`batch.views` must have a view for each of the {num_groups} layer "
@@ -139,8 +153,8 @@ def check_pools(
       f"`kv` must have {num_pools} pools for config, got {len(pools)}; make it "
       "with init_kv."
     )
-  num_layers = groups.num_memory_layers(config)
-  for pool in pools:
+  for pool, group in zip(pools, layer_groups.by_pool, strict=True):
+    num_layers = layer_groups.num_layers[group]
     # A pool may have more memory layers than the decoder uses.
     if pool.num_layers < num_layers:
       raise ValueError(

@@ -124,20 +124,24 @@ def _location(
   repeat: jax.Array | int,
 ) -> Location:
   """Returns the `Location` of a layer of the pattern in a repeat."""
-  period = groups.period(decoder)
+  layer_groups = groups.groups_of(decoder)
   index = segment.first + pattern_index
-  group = index % period
-  # A repeat advances whole periods, so the group does not depend on the
+  # Equal layers are in the same group, so the group does not depend on the
   # repeat, and can be static.
-  pattern_size = len(segment.pattern)
+  group, memory_layer = layer_groups.locations[index]
+  end_layer = segment.first + len(segment.pattern)
+  num_in_group = sum(
+    location.group == group
+    for location in layer_groups.locations[segment.first : end_layer]
+  )
   num_experts = sum(isinstance(x.mlp, Experts) for x in segment.pattern)
   first_experts = sum(
     isinstance(x.mlp, Experts) for x in decoder.layers[:index]
   )
   return Location(
     group=group,
-    layer=index // period + repeat * (pattern_size // period),
-    pool=groups.pool_of_group(decoder)[group],
+    layer=memory_layer + repeat * num_in_group,
+    pool=layer_groups.kinds[group].pool,
     expert_layer=first_experts + repeat * num_experts,
   )
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import tqdm
 
-from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.models.decoder import cache_config as decoder_sizes
 from jaxkv._src.models.decoder import forward as decoder_forward
 from jaxkv._src.models.decoder import init_kv as decoder_kv
 from jaxkv._src.models.decoder.description import Decoder
@@ -77,32 +77,19 @@ class Pretrained:
     return functools.partial(grouped_log_probs, config=self.config)
 
   def cache_config(
-    self,
-    *,
-    num_pages: int,
-    num_slots: int,
-    page_size: int = 16,
-    max_length: int | None = None,
-    **options: Any,
+    self, *, num_slots: int, max_length: int | None = None, **options: Any
   ) -> CacheConfig:
-    """Returns the `CacheConfig` of a cache for this decoder.
+    """Sizes the pools of this decoder's cache.
 
     Args:
-      num_pages: N, pages of all layer groups together.
       num_slots: B, the maximum number of sequences at a time.
-      page_size: S, tokens per page.
       max_length: the longest sequence, in tokens; None for `self.max_length`.
-      **options: further arguments of `jaxkv.CacheConfig`.
+      **options: further arguments of `jaxkv.models.cache_config`, such as
+        `memory`.
     """
     longest = self.max_length if max_length is None else max_length
-    page_size = as_count("page_size", page_size, 1)
-    return CacheConfig(
-      num_pages=num_pages,
-      page_size=page_size,
-      num_slots=num_slots,
-      pages_per_slot=-(-longest // page_size),
-      groups=decoder_kv.cache_groups(self.config),
-      **options,
+    return decoder_sizes.cache_config(
+      self.config, num_slots=num_slots, max_length=longest, **options
     )
 
   def init_kv(
