@@ -177,7 +177,7 @@ class PeerSide:
     windows = [getattr(group, "window", None) for group in config.groups]
     self.case, self.steps = case, steps
     self.samples: list[float] = []
-    self._manager = peer(config.num_pages, ops.PAGE_SIZE, windows, ops.PROMPT)
+    self._manager = peer(config.total_pages, ops.PAGE_SIZE, windows, ops.PROMPT)
     self._rng = np.random.default_rng(case.slots)
     self._running: list[Any] = []
     self._age()

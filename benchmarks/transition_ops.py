@@ -84,7 +84,7 @@ def full_cache(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
   state = jaxkv.init(config)
   # All groups take the same number of pages. The remaining pages stay uncached,
   # so the cache hands them out first.
-  usable = (config.num_pages - 1) // config.num_groups
+  usable = (config.total_pages - 1) // config.num_groups
   left = usable
   while left > 0:
     lengths = []
@@ -115,7 +115,7 @@ def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
   """Returns a decode step of all slots; no steps if sequences do not fit."""
   slots, page_size = config.num_slots, config.page_size
   lowest, highest = decode_lengths(config, mode)
-  fits = config.num_groups * highest.sum() < config.num_pages * page_size
+  fits = config.num_groups * highest.sum() < config.total_pages * page_size
   longest = jnp.asarray(highest)
   nobody = jnp.zeros((4,), jnp.int32)
 
@@ -150,7 +150,7 @@ def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
 
 def allocate_op(config: jaxkv.CacheConfig) -> Op:
   slots, page_size = config.num_slots, config.page_size
-  free = config.num_pages - 1 - slots
+  free = config.total_pages - 1 - slots
   steps = min(STEPS, free * page_size // slots - page_size)
 
   def prepare(state, rng):
@@ -172,7 +172,7 @@ def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
   """Returns `match` and `admit` of cached and of new prompts."""
   slots = config.num_slots
   columns = PROMPT // config.page_size
-  steps = min(slots, (config.num_pages - 1) // (columns + 1), 64)
+  steps = min(slots, (config.total_pages - 1) // (columns + 1), 64)
 
   def cached(state, rng):
     state = free_all(state, rng)
@@ -207,7 +207,7 @@ def free_op(
   config: jaxkv.CacheConfig, count: int = FREED, pages: int = FREED_PAGES
 ) -> Op:
   """Returns `free` of `count` sequences of `pages` pages."""
-  max_sequences = min(config.num_slots, (config.num_pages - 1) // pages)
+  max_sequences = min(config.num_slots, (config.total_pages - 1) // pages)
   steps = min(max_sequences // count, 64)
 
   def prepare(state, rng):

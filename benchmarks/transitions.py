@@ -110,7 +110,7 @@ class Side:
     return {
       "op": self.op.name,
       "slots": self.config.num_slots,
-      "pages": self.config.num_pages,
+      "pages": self.config.total_pages,
       "page_size": self.config.page_size,
       "mode": self.op.mode,
       **self.times(),
@@ -141,7 +141,7 @@ def sides_of(slots: int, pages: int) -> list[Side]:
 
 def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
   """Returns sides of ops, with each of the platform's compiler options."""
-  slots, pages = config.num_slots, config.num_pages
+  slots, pages = config.num_slots, config.total_pages
   rng = np.random.default_rng(slots + pages)
   state = ops.full_cache(config, rng)
   programs, sides = {}, []

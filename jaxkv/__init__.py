@@ -28,8 +28,8 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
-`check` raises `CacheError`. `OffloadPolicy` decides which pages return from
-host memory.
+`check` raises `CacheError`. `StateRetention` keeps recurrent states that later
+prompts need. `OffloadPolicy` decides which pages return from host memory.
 
 A verb takes the state first and returns `(state, out)`. A query returns only
 its result. `out.code` has a `Status` for each row, and `out.ok` is True for the
@@ -153,6 +153,7 @@ from jaxkv import rollout
 from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.config import OffloadPolicy
+from jaxkv._src.cache.config import StateRetention
 from jaxkv._src.cache.group_kinds import ChunkedLocal
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
@@ -214,6 +215,7 @@ __all__ = [
   "OffloadPolicy",
   "Recurrent",
   "SlidingWindow",
+  "StateRetention",
   "Status",
   "admit",
   "allocate",

@@ -41,12 +41,14 @@ def _expected(oracle):
     "error": int(oracle.error),
     "queried_tokens": oracle.queries,
     "hit_tokens": oracle.hits,
+    "unusable_tokens": oracle.unusable,
     "popped_pages": pool.popped,
     "evicted_pages": pool.evicted,
     "published_pages": pool.published,
     "merged_pages": pool.merged,
     "failed_rows": oracle.failed,
     **(_expected_offload(pool) if config.offload_pages else {}),
+    **(_expected_reasons(pool) if config.state_retention else {}),
   }
 
 
@@ -59,6 +61,13 @@ def _expected_offload(pool):
     "num_restored": pool.restored,
     "num_forgotten": pool.forgotten,
     "num_dropped": pool.dropped,
+  }
+
+
+def _expected_reasons(pool):
+  return {
+    "has_evicted": pool.has_evicted,
+    "reasons": [pool.reasons[page] for page in sorted(pool.keys)],
   }
 
 
@@ -76,6 +85,10 @@ def _actual(state):
     "epoch": fetched.epoch,
     "error": fetched.error,
   }
+  if fetched.pool.has_evicted is not None:
+    cached = fields["cached_pages"]
+    fields["has_evicted"] = fetched.pool.has_evicted
+    fields["reasons"] = fetched.pool.index.entry[cached, -1]
   fields |= {name: getattr(fetched.stats, name) for name in vars(fetched.stats)}
   if fetched.pool.offload is not None:
     fields |= vars(fetched.pool.offload)

@@ -23,7 +23,7 @@ ARGUMENTS = {
   "match": ("tokens", "lengths", "salts", "mask"),
   "admit": (
     *("slots", "tokens", "lengths", "salts", "mask"),
-    *("num_tokens", "keep_free"),
+    *("num_tokens", "keep_free", "shared_tokens"),
   ),
   "touch": ("pages", "mask"),
   "pin": ("tokens", "lengths", "salts", "mask"),
@@ -298,7 +298,13 @@ class Moves:
       else self.draws.integer(0, self.setup.config.total_pages)
       for _ in lengths
     ]
-    return slots, tokens, lengths, salts, mask, room, keep
+    heads = None
+    if self.setup.config.state_retention:
+      heads = [
+        [self.draws.integer(0, length) * self._often() for _ in range(2)]
+        for length in lengths
+      ]
+    return slots, tokens, lengths, salts, mask, room, keep, heads
 
   def pin(self):
     """Pins cached prompts."""

@@ -14,6 +14,7 @@ from jaxkv import GroupKind
 from jaxkv import OffloadPolicy
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv import StateRetention
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import prefix_index
@@ -325,6 +326,27 @@ SETUPS = {
     **LONG,
     **MERGE,
     **CLASSIC,
+  ),
+  # With states that are kept by a rule.
+  "retained": small(
+    47,
+    2,
+    (Full(), State(pool=1)),
+    window=5,
+    num_pages=(22, 9),
+    prefix_retention_interval=StateRetention(8),
+    **LONG,
+    **MERGE,
+  ),
+  "retained_offload": small(
+    48,
+    1,
+    (State(page_size=2, pool=1), Window(4, pool=2), Full(page_size=2)),
+    worse="tight crowded",
+    num_pages=(18, 8, 20),
+    offload_pages=(5, 3, 6),
+    prefix_retention_interval=StateRetention(),
+    **LONG,
   ),
   "mixed_sizes": small(
     28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE

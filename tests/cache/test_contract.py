@@ -122,7 +122,7 @@ class TestEveryVerb:
 
   def test_a_config_of_other_sizes_is_refused(self, verb):
     state, args = example(verb)
-    num_pages = state.config.num_pages
+    num_pages = state.config.total_pages
     config = dataclasses.replace(state.config, num_pages=num_pages + 1)
     message = (
       rf"`state\.pool\.ref_count` must have .* \({num_pages + 1},\), got "
@@ -252,7 +252,7 @@ def garbage(rng, array):
   """Any numbers of the same shape and dtype."""
   if array.dtype == np.bool_:
     return jnp.asarray(rng.random(array.shape) < 0.8)
-  small_values = rng.integers(-3, SETUP.config.num_pages + 3, array.shape)
+  small_values = rng.integers(-3, SETUP.config.total_pages + 3, array.shape)
   extreme_values = rng.choice(EXTREMES, array.shape)
   random_values = rng.integers(-(2**31), 2**31, array.shape)
   choice = rng.random(array.shape)
@@ -312,7 +312,7 @@ class TestHost:
     pair = busy(0)
     in_use = sum(refs > 0 for refs in pair.oracle.pool.refs)
     usage = float(jaxkv.usage(pair.state))
-    assert usage == pytest.approx(in_use / (SETUP.config.num_pages - 1))
+    assert usage == pytest.approx(in_use / (SETUP.config.total_pages - 1))
 
   @pytest.mark.slow
   def test_defaults_are_as_documented(self):

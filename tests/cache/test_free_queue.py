@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.page_numbers import PageNumbers
 from jaxkv._src.cache.pool import free_queue
 from tests.cache.by_hand import free_list
@@ -99,7 +100,7 @@ def test_a_full_ring_is_swept():
 
 
 def test_last_of_equal_items_is_marked():
-  position = jnp.full((6,), free_queue.NOWHERE, jnp.int32)
+  position = jnp.full((6,), indexing.NOWHERE, jnp.int32)
   valid = jnp.asarray([True, True, True, False])
   _, is_last = free_queue.mark_last(position, ints(3, 2, 3, 2), valid)
   assert is_last.tolist() == [False, True, True, False]

@@ -138,7 +138,7 @@ def test_pin_needs_free_pages_for_hits_on_the_host():
   state, out = jaxkv.pin(state, [[1, 2, 3]], [3])
   assert out.ok.all()
   assert out.num_cached_tokens.tolist() == [2]
-  assert 0 < int(out.pages[0, 0, 0]) < config.num_pages
+  assert 0 < int(out.pages[0, 0, 0]) < config.total_pages
   assert int(out.moves.count) == 1
 
 

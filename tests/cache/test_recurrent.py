@@ -152,4 +152,4 @@ class TestTruncate:
   def test_truncated_to_length_zero(self):
     state, code = self.cut(self.two_states(), 0)
     assert (code, columns(state)) == (jaxkv.Status.OK, [])
-    assert int(state.pool.queue.num_free[0]) == ALONE.num_pages - 1
+    assert int(state.pool.queue.num_free[0]) == ALONE.total_pages - 1

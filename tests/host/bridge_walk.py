@@ -224,7 +224,7 @@ class Walk:
   def _touch(self) -> None:
     # The manager has no call that moves a page to the device to hold it.
     pages = self._cached()
-    cached = [page for page in pages if page < self.config.num_pages]
+    cached = [page for page in pages if page < self.config.total_pages]
     if not cached or len(self._pinned) > 2:
       return
     page = self._draws.choice(cached)

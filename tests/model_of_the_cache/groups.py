@@ -7,6 +7,7 @@ from jaxkv import FullAttention
 from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv import StateRetention
 from jaxkv.host import CrossAttention
 from jaxkv.host import SpeculativeRecurrent
 from tests.model_of_the_cache.pool import NULL
@@ -26,6 +27,7 @@ class Rules:
     draft: True if a draft model needs the last page computed again.
     retention: the retained prefixes of windows and states. None: every position
       where a hit can end; 0: the latest; k: every k tokens and the latest.
+    states: the states that are kept; None if `retention` decides.
   """
 
   page_size: int
@@ -33,6 +35,7 @@ class Rules:
   classic: bool = False
   draft: bool = False
   retention: int | None = None
+  states: StateRetention | None = None
 
 
 def ceil_div(tokens: int, page_size: int) -> int:
@@ -85,15 +88,20 @@ class Group:
     return tokens // self.size
 
   def grown(
-    self, pages: list[int], stop_column: int, is_new: bool
+    self, pages: list[int], stop_column: int, is_new: bool, length: int = 0
   ) -> list[int]:
     """Returns the table before its last columns up to `stop_column` are popped.
 
     Of the states only the running one gets a page. The scratch pages follow it,
-    the existing ones first.
+    the existing ones first. A state after `length` tokens that is not at a page
+    end may move to the last column.
     """
     if not self.holds_states or stop_column <= len(pages):
       return list(pages)
+    is_open = not is_new and len(pages) * self.size > length
+    if self.rules.states is not None and is_open:
+      num_new = stop_column - len(pages)
+      return [*pages[:-1], *[NULL] * num_new, pages[-1]]
     running_column = stop_column - self.scratch - 1
     num_held = len(pages)
     table = pages + [NULL] * (running_column - num_held)
@@ -137,6 +145,32 @@ class Group:
     """Counts the leading pages that no token after `tokens` attends to."""
     return self.skipped_tokens(tokens) // self.size
 
+  def passed_pages(self, pages: list[int], tokens: int) -> int:
+    """Counts the leading pages of a table that `recycle` releases.
+
+    The last state at a page end may have to stay.
+    """
+    num_skipped = min(self.skipped_pages(tokens), len(pages))
+    if self.rules.states is None or not self.holds_states:
+      return num_skipped
+    full = pages[: self.full_pages(tokens)]
+    ends = [column for column, page in enumerate(full) if page != NULL]
+    return min(num_skipped, ends[-1]) if ends else num_skipped
+
+  def reason(self, end: int, prompt: int, shared: list[int]) -> int:
+    """Returns why a state after `end` tokens is kept; 0 for no reason."""
+    if self.rules.states is None or not self.holds_states:
+      return 2
+    align = self.rules.align
+    interval = self.rules.states.interval
+    if any(end == tokens // align * align for tokens in shared):
+      return 2
+    if interval and end % interval == 0:
+      return 2
+    longest = max(prompt - 1, 0) // align * align
+    longest = max(longest - self.rules.draft * align, 0)
+    return int(end in (longest, longest - align))
+
   def settled_pages(self, tokens: int) -> int:
     """Counts the pages that are considered for publication.
 
@@ -160,6 +194,9 @@ class Group:
     """
     if self.rules.classic:
       return True
+    if self.rules.states is not None:
+      end = (column + 1) * self.size
+      return not self.holds_states or end % self.rules.align == 0
     ends = self._kept_ends(prompt or _NOWHERE, junction)
     match self.kind:
       case SlidingWindow():

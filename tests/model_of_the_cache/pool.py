@@ -25,6 +25,9 @@ class Pool:
       pages.
     stale_before: value of the clock at the last epoch. Pages that got their key
       before are not saved.
+    reasons: cached page -> the reason to keep it; states without a reason are
+      given up as soon as they are passed.
+    has_evicted: for each pool, True if it had to evict a page.
     max_restored: the number of pages of a column that return at most.
     restored_tokens: for each pool, the tokens that a returned page must save;
       None if columns are judged.
@@ -56,6 +59,8 @@ class Pool:
     self.refs = [0] * num_pages
     self.pins = [0] * num_pages
     self.keys: dict[int, tuple] = {}
+    self.reasons: dict[int, int] = {}
+    self.has_evicted = [False for _ in sizes]
     self.popped = self.evicted = self.published = self.merged = 0
     self.clock = 0
     self.born = {}
@@ -88,6 +93,7 @@ class Pool:
     key = self.keys.pop(page, None)
     if key is not None:
       self.evicted += 1
+      self.has_evicted[pool] = True
       is_current = self.born[page] >= self.stale_before
       saves = self.offload[pool] and self.max_restored > 0
       if saves and is_current:
@@ -108,6 +114,7 @@ class Pool:
     self.forgotten += self.keys.pop(target, None) is not None
     self.keys[target] = key
     self.born[target] = self.born[page]
+    self.reasons[target] = self.reasons[page]
     self.saved += 1
     self.moves.append((page, target, None))
 
@@ -117,12 +124,15 @@ class Pool:
 
   def restore(self, pages: list[int]) -> dict[int, int]:
     """Moves offload pages to fresh device pages; returns the device pages."""
-    contents = {page: (self.keys.pop(page), self.born[page]) for page in pages}
+    contents = {
+      page: (self.keys.pop(page), self.born[page], self.reasons[page])
+      for page in pages
+    }
     for pool, offload in enumerate(self.offload):
       first = [page for page in pages if self.pool_of[page] == pool]
       self.offload[pool] = first + [p for p in offload if p not in first]
     device_pages = {}
-    for page, (key, born) in contents.items():
+    for page, (key, born, reason) in contents.items():
       num_moves = len(self.moves)
       device_page = device_pages[page] = self.pop(self.pool_of[page])
       self.popped -= 1
@@ -130,6 +140,7 @@ class Pool:
       self.moves.append((device_page, saved_to, page))
       self.keys[device_page] = key
       self.born[device_page] = born
+      self.reasons[device_page] = reason
       self.refs[device_page] = 0
       self.restored += 1
     return device_pages
@@ -153,8 +164,11 @@ class Pool:
         self.free[self.pool_of[page]].remove(page)
       self.refs[page] += 1
 
-  def release(self, pages: list[int]) -> None:
-    """Removes a reference of each page; the first freed page is used first."""
+  def release(self, pages: list[int], forgets: bool = False) -> None:
+    """Removes a reference of each page; the first freed page is used first.
+
+    With `forgets`, pages without a reason to keep them lose their keys.
+    """
     freed = []
     for page in pages:
       if page == NULL:
@@ -163,6 +177,9 @@ class Pool:
       if self.refs[page] == 0:
         freed.append(page)
         self.released[page] = self.clock
+        worst = int(self.has_evicted[self.pool_of[page]])
+        if forgets and page in self.keys and self.reasons[page] <= worst:
+          self.forget(page)
     front = []
     if self.unhashed_first:
       front = [page for page in freed if page not in self.keys]

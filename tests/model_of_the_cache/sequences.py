@@ -20,6 +20,7 @@ class Sequence:
     root: the start of its keys, such as its salt.
     prompt: tokens with which it was admitted.
     junction: where it diverged from tokens cached in some groups.
+    shared: tokens of two heads that other prompts share.
     num_skipped: for each group, the leading columns that were released.
   """
 
@@ -28,6 +29,7 @@ class Sequence:
   root: tuple
   prompt: int = 0
   junction: int = 0
+  shared: tuple[int, ...] = (0, 0)
   num_skipped: list[int] = dataclasses.field(default_factory=list)
 
   @property
@@ -94,6 +96,11 @@ def publish(
       pages[column] = older
     else:
       pool.keys[page] = key
+      pool.reasons[page] = group.reason(
+        (column + 1) * group.size,
+        sequence.prompt,
+        [sequence.junction, *sequence.shared],
+      )
 
 
 def recycle(pool: Pool, group: Group, pages: list[int], tokens: int) -> int:
@@ -101,9 +108,9 @@ def recycle(pool: Pool, group: Group, pages: list[int], tokens: int) -> int:
 
   The last such page is popped first. Returns the number of released pages.
   """
-  num_skipped = min(group.skipped_pages(tokens), len(pages))
+  num_skipped = group.passed_pages(pages, tokens)
   released = [page for page in pages[:num_skipped] if page != NULL]
-  pool.release(released[::-1])
+  pool.release(released[::-1], forgets=True)
   pages[:num_skipped] = [NULL] * num_skipped
   return len(released)
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxkv import CacheConfig
+from jaxkv import StateRetention
 from jaxkv import Status
 from tests.model_of_the_cache import sequences
 from tests.model_of_the_cache.groups import Group
@@ -14,12 +15,14 @@ from tests.model_of_the_cache.sequences import Sequence
 
 def groups_of(config: CacheConfig) -> list[Group]:
   """Returns the groups of a cache."""
+  states = isinstance(config.prefix_retention_interval, StateRetention)
   rules = Rules(
     page_size=config.page_size,
     align=config.alignment,
     classic=config.prefix_rules == "classic",
     draft=config.use_eagle,
-    retention=config.prefix_retention_interval,
+    retention=None if states else config.prefix_retention_interval,
+    states=config.prefix_retention_interval if states else None,
   )
   return [
     Group(
@@ -42,6 +45,7 @@ class Slots:
     slots: one `Sequence` a slot.
     epoch, error: as in `CacheState`.
     queries, hits: tokens that `admit` looked up, and found.
+    unusable: further tokens that only some groups had.
     failed: the number of failed rows.
   """
 
@@ -57,7 +61,7 @@ class Slots:
     )
     self.epoch = 0
     self.error = Status.OK
-    self.queries = self.hits = self.failed = 0
+    self.queries = self.hits = self.unusable = self.failed = 0
     self.slots = [self._start(None) for _ in range(config.num_slots)]
 
   def _start(self, salt) -> Sequence:
@@ -107,11 +111,11 @@ class Slots:
     """Counts the columns of each group for tokens."""
     return [group.pages_for(tokens) for group in self.groups]
 
-  def _grown(self, tables, columns, is_new):
+  def _grown(self, tables, columns, is_new, length=2**40):
     """Returns the tables before their last columns are popped."""
     rows = zip(self.groups, tables, columns, strict=True)
     return [
-      group.grown(pages, stop_column, is_new)
+      group.grown(pages, stop_column, is_new, length)
       for group, pages, stop_column in rows
     ]
 

@@ -62,6 +62,7 @@ class Arriving(Slots):
     mask=None,
     num_tokens=None,
     keep_free=None,
+    shared_tokens=None,
   ):
     """Starts sequences; every lookup sees the cache before the call."""
     codes = []
@@ -72,8 +73,9 @@ class Arriving(Slots):
     rows = list(self._rows(tokens, lengths, salts))
     room = num_tokens or lengths
     keep = keep_free or [0] * len(rows)
+    shared = shared_tokens or [(0, 0)] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
-      smallest = min(length - 1, room[index] - 1, keep[index])
+      smallest = min(length - 1, room[index] - 1, keep[index], *shared[index])
       fits = smallest >= 0 and length <= len(row)
       code = self._check_admit(slots[index], length, fits, named)
       if mask is not None and not mask[index]:
@@ -98,11 +100,13 @@ class Arriving(Slots):
       sequence.tokens = list(row[: hit.tokens])
       sequence.prompt = length
       sequence.junction = hit.junction
+      sequence.shared = tuple(shared[index])
       sequence.num_skipped = list(hit.num_skipped)
       grown = self._grown(hit.tables(), columns, True)
       sequence.pages = self._fill(grown, columns)
       self.queries += length
       self.hits += hit.tokens
+      self.unusable += max(hit.junction - hit.tokens, 0)
       cached[index] = hit.tokens
     return {"code": self._note(codes), "num_cached_tokens": cached}
 
@@ -199,7 +203,8 @@ class Growing(Slots):
       return Status.SLOT_FULL, 0
     if count == 0:
       return Status.OK, 0
-    tables = self._grown(sequence.pages, columns, sequence.empty)
+    num_tokens = len(sequence.tokens)
+    tables = self._grown(sequence.pages, columns, sequence.empty, num_tokens)
     need = sequences.missing(tables, columns)
     if not self._fits(self._by_pool(need), self.pool.room()):
       return Status.OUT_OF_PAGES, 0
@@ -280,7 +285,7 @@ class Ending(Slots):
     sequence = self.slots[slot]
     for index, group in enumerate(self.groups):
       pages = sequence.pages[index]
-      num_skipped = min(group.skipped_pages(length), len(pages))
+      num_skipped = group.passed_pages(pages, length)
       sequence.num_skipped[index] = max(
         sequence.num_skipped[index], num_skipped
       )
@@ -289,6 +294,14 @@ class Ending(Slots):
 
   def free_slots(self, slots, mask=None):
     """`jaxkv.free` with slot numbers."""
+    if self.groups[0].rules.states is not None:
+      freed = {
+        slot: self.slots[slot]
+        for slot, counts in zip(slots, _all(mask, slots), strict=True)
+        if counts and self._in_range(slot)
+      }
+      for slot, sequence in freed.items():
+        self._recycle(slot, len(sequence.tokens))
     codes = [
       self._free(slot) if counts else Status.SKIPPED
       for slot, counts in zip(slots, _all(mask, slots), strict=True)

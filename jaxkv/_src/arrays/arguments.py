@@ -415,5 +415,9 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
       check_shape(name, value, (*rows, *_TRAILING_AXES.get(name, ())), meaning)
 
 
-_TRAILING_AXES: dict[str, Shape] = {"tokens": ("T",), "salts": (4,)}
+_TRAILING_AXES: dict[str, Shape] = {
+  "tokens": ("T",),
+  "salts": (4,),
+  "shared_tokens": (2,),
+}
 """The axes after the first, of arguments that have more than one axis."""

@@ -66,6 +66,45 @@ class OffloadPolicy:
     return math.ceil(seconds * self.bytes_per_second / page_bytes) - 1
 
 
+@dataclasses.dataclass(frozen=True)
+class StateRetention:
+  """Keeps the recurrent states that later prompts probably need.
+
+  A state takes as many bytes as hundreds of tokens of keys and values. So with
+  this value of `CacheConfig.prefix_retention_interval`, a sequence does not
+  keep a state at every page end, but:
+
+  - at the last page end from which the same prompt can continue, and at the one
+    before it, from which a prompt with another end can continue;
+  - at the ends of heads that waiting prompts share, see `admit`;
+  - where the pages of attention groups matched its prompt, but no state was
+    there, because other prompts probably diverge there too;
+  - every `interval` tokens;
+  - at its last page end, until a longer sequence continues from there.
+
+  The first two states of a prompt are given up when the sequence continues
+  past them, once the pool had to evict a page. Other states leave only by
+  eviction.
+
+  A sequence has at most two states besides its running state, which moves from
+  page to page with the sequence. The other groups publish every page.
+
+  Attributes:
+    interval: the number of tokens, a multiple of `CacheConfig.alignment`, or 0
+      for no states at regular intervals.
+
+  Raises:
+    TypeError: `interval` is not an int.
+    ValueError: `interval` is negative.
+  """
+
+  interval: int = 0
+
+  def __post_init__(self):
+    interval = as_count("StateRetention.interval", self.interval, 0)
+    object.__setattr__(self, "interval", interval)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
   """The static sizes and options of a cache, fixed when a program is compiled.
@@ -107,7 +146,8 @@ class CacheConfig:
       that some groups, but not all, had cached at the lookup, rounded down to
       multiples of `alignment` tokens. With `use_eagle`, it also selects the
       hits of a prompt that begins with this one. A number k above 0 also
-      selects one prefix every k tokens.
+      selects one prefix every k tokens. A `StateRetention` selects the states
+      that are worth their memory.
     offload_pages: N2, the number of offloaded pages, 0 for none. Cached pages
       that the device evicts are saved there. See `jaxkv.kv.move`. With several
       pools, a tuple with the offloaded pages of each pool.
@@ -138,7 +178,7 @@ class CacheConfig:
   prefix_rules: str = "current"
   merge_duplicates: bool = False
   use_eagle: bool = False
-  prefix_retention_interval: int | None = None
+  prefix_retention_interval: int | StateRetention | None = None
   offload_pages: int | tuple[int, ...] = 0
   offload_policy: str | OffloadPolicy = "always"
   page_bytes: int | tuple[int, ...] = 0
@@ -279,8 +319,11 @@ class CacheConfig:
     if interval is None:
       return
     name = "CacheConfig.prefix_retention_interval"
-    interval = as_count(name, interval, 0)
-    object.__setattr__(self, "prefix_retention_interval", interval)
+    if isinstance(interval, StateRetention):
+      interval = interval.interval
+    else:
+      interval = as_count(name, interval, 0)
+      object.__setattr__(self, "prefix_retention_interval", interval)
     if interval % self.alignment:
       expected = f"a multiple of {self.alignment}, because hits end there"
       refuse(ValueError, name, expected, interval)
@@ -359,6 +402,14 @@ class CacheConfig:
   def skips_pages(self) -> bool:
     """True if at least one group has `GroupKind.skips_pages`."""
     return any(kind.skips_pages for kind in self.groups)
+
+  @property
+  def state_retention(self) -> StateRetention | None:
+    """`prefix_retention_interval`, if it is a `StateRetention`."""
+    retention = self.prefix_retention_interval
+    if isinstance(retention, StateRetention) and self.prefix_caching:
+      return retention
+    return None
 
   @property
   def publishes_by_prompt(self) -> bool:

@@ -18,6 +18,8 @@ class Stats:
   Attributes:
     queried_tokens: tokens of admitted sequences.
     hit_tokens: cached tokens of admitted sequences.
+    unusable_tokens: further tokens of these sequences that some groups had
+      cached, but not all groups, such as keys and values without a state.
     popped_pages: pages popped from the free queue, except restored pages.
     evicted_pages: cached pages that the device evicted to reuse their memory.
     published_pages: full pages that were published or merged.
@@ -32,6 +34,7 @@ class Stats:
 
   queried_tokens: Array
   hit_tokens: Array
+  unusable_tokens: Array
   popped_pages: Array
   evicted_pages: Array
   published_pages: Array

@@ -29,6 +29,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import first_of
+from jaxkv._src.engine.shared_states import shared_states
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import prompt_rest
@@ -46,6 +47,7 @@ class Candidates(NamedTuple):
     siblings: bool[X, X], True if candidates i and j are fresh samples of one
       prompt, see `_siblings`.
     slot_of_leader: int32[X], a slot from which each can fork; B for none.
+    shared_tokens: int32[X, 2], see `jaxkv.admit`.
   """
 
   rows: Array
@@ -54,6 +56,7 @@ class Candidates(NamedTuple):
   needs_page_of: Array
   siblings: Array
   slot_of_leader: Array
+  shared_tokens: Array
 
 
 class Chosen(NamedTuple):
@@ -123,14 +126,21 @@ def first_candidates(
   )
   is_blocked = jnp.zeros_like(valid)
   needs_page_of = no_pair
+  shared_tokens = jnp.zeros((window, 2), jnp.int32)
   # With `prompt_log_probs`, a sequence hits no page that another one computes.
   if (
     page_keys is not None and page_keys.shape[1] and not config.prompt_log_probs
   ):
     max_hit = jnp.where(is_hashed, max_hit, 0)
-    is_blocked, needs_page_of = _shared_work(
-      queue, slots, cache, rows, prefixes.num_cached_tokens, page_keys, max_hit
-    )
+    num_cached = prefixes.num_cached_tokens
+    if cache.config.state_retention is None:
+      is_blocked, needs_page_of = _shared_work(
+        queue, slots, cache, rows, num_cached, page_keys, max_hit
+      )
+    else:
+      is_blocked, needs_page_of, shared_tokens = shared_states(
+        queue, slots, cache, rows, num_cached, max_hit, siblings
+      )
   return Candidates(
     rows=rows,
     found=prefixes,
@@ -138,6 +148,7 @@ def first_candidates(
     needs_page_of=needs_page_of,
     siblings=siblings,
     slot_of_leader=leader,
+    shared_tokens=shared_tokens,
   )
 
 

@@ -14,6 +14,7 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
@@ -119,6 +120,7 @@ def attach_prefixes(
     pops=False,
     num_tokens=at_once,
     keep_free=promised + later + reserve,
+    shared_tokens=indexing.take(waiting.shared_tokens, chosen.candidates),
   )
   # A sample is admitted only if its leader is.
   follows = exists & ~follows_slot & (chosen.row_of_leader != row)
@@ -205,11 +207,21 @@ def promised_pages(
     needed,
   )
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
-  # Columns behind a window hold the null page, which is not allocated.
-  num_held_pages = cache.num_pages - cache.num_skipped_pages
+  num_held_pages = held_pages(cache)
   later = jnp.maximum(needed - num_held_pages, 0)
   later = jnp.sum(sum_by_pool(cache.config, later), axis=0, dtype=jnp.int32)
   return jnp.maximum(in_step, later)
+
+
+def held_pages(cache: CacheState) -> Array:
+  """Returns int32[B, G]: the pages of each slot, without null pages."""
+  # Columns behind a window hold the null page, which is not allocated.
+  num_columns = cache.num_pages - cache.num_skipped_pages
+  if not recurrent.has_states(cache.config):
+    return num_columns
+  # Between the last state at a page end and the running state, too.
+  holds_states = recurrent.holds_states(cache.config)
+  return jnp.where(holds_states, jnp.minimum(num_columns, 2), num_columns)
 
 
 def groups_by_pool(cache_config: CacheConfig) -> Array:

@@ -11,6 +11,7 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool.page_pool import num_in_use
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
+from jaxkv._src.engine.admit import held_pages
 from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.schedule import Width
@@ -94,8 +95,7 @@ def count_step(
     rows = rows + num_decodes * slots.size
     calls += jnp.where(widths == 0, num_decodes, 0)
   in_use = jnp.sum(num_in_use(cache.pool), dtype=jnp.int32)
-  num_held_pages = cache.num_pages - cache.num_skipped_pages
-  shared = jnp.sum(num_held_pages, dtype=jnp.int32) - in_use
+  shared = jnp.sum(held_pages(cache), dtype=jnp.int32) - in_use
   target_rows = indexing.where_valid(counts > 0, slots.row)
   computed = indexing.take(queue.computed, target_rows)
   recomputed = jnp.clip(computed - old_cache.length, 0, counts)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.steps.reserve import sum_by_pool
@@ -31,14 +32,20 @@ def grow(
   cache: CacheState,
   drafts: Array | None,
   config: RolloutConfig,
+  planned: Array | None = None,
 ) -> tuple[CacheState, Array]:
   """Reserves pages for missing tokens, at most a chunk, and `drafts`, int32[B].
+
+  `planned`, int32[B], are the tokens that the step will compute; None if they
+  are chosen later, from those with pages.
 
   Returns:
     The cache; bool[B], slots with missing tokens but too few pages.
   """
   missing = missing_tokens(queue, slots, cache)
   tokens = limit_to_chunk(cache, missing, config)
+  if planned is not None:
+    tokens = planned
   if drafts is not None:
     tokens += drafts
   cache, room = make_room(cache, rows_of(cache, None, None), tokens)
@@ -59,5 +66,8 @@ def num_new_pages(cache: CacheState, tokens: Array) -> Array:
   columns = cache.config.sizes.columns_for(cache.length + tokens)
   # Idle slots take no page, whatever their length.
   columns = jnp.where(tokens[:, None] > 0, columns, 0)
-  num_new = jnp.maximum(columns - cache.num_pages, 0)
+  stop = jnp.maximum(columns, cache.num_pages)
+  num_new = stop - recurrent.first_fresh(
+    cache.config, cache.num_pages, stop, cache.length
+  )
   return jnp.sum(sum_by_pool(cache.config, num_new), axis=0, dtype=jnp.int32)

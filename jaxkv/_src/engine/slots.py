@@ -10,6 +10,7 @@ from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.prefix.prefix_rules import next_kept_end
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
@@ -79,11 +80,13 @@ def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 def chunk_size(cache_config: CacheConfig, config: RolloutConfig) -> int:
   """Returns the maximum number of tokens of a sequence in a step.
 
-  It is at most a page with recurrent groups. With groups that skip pages, such
-  as sliding windows, the maximum bounds the pages that a sequence holds. With
-  other groups, only the number of columns in a call limits the tokens.
+  It is at most a page with recurrent groups without a `StateRetention`. With
+  groups that skip pages, such as sliding windows, the maximum bounds the pages
+  that a sequence holds. With other groups, only the number of columns in a call
+  limits the tokens.
   """
-  if recurrent.has_states(cache_config):
+  has_states = recurrent.has_states(cache_config)
+  if has_states and cache_config.state_retention is None:
     return min(config.prefill_chunk, cache_config.page_size)
   if cache_config.skips_pages:
     return config.prefill_chunk
@@ -95,13 +98,27 @@ def limit_to_chunk(
 ) -> Array:
   """Returns the number of missing tokens that a step may compute, int32[B].
 
-  With recurrent groups, a step stops at the end of a page, because the state is
-  stored there.
+  With recurrent groups, a step stops at the end of a page if the state there is
+  kept.
   """
   cache_config = cache.config
   tokens = jnp.minimum(missing, chunk_size(cache_config, config))
   if not recurrent.has_states(cache_config):
     return tokens
+  if cache_config.state_retention is not None:
+    hashes = cache.hashes
+    assert hashes is not None  # Requires prefix caching.
+    assert hashes.prompt_length is not None
+    assert hashes.shared_prefix_boundary is not None
+    assert hashes.shared_tokens is not None
+    next_end = next_kept_end(
+      cache_config,
+      cache.length,
+      hashes.prompt_length,
+      hashes.shared_prefix_boundary,
+      hashes.shared_tokens,
+    )
+    return jnp.minimum(tokens, next_end - cache.length)
   tail_tokens = elementwise.remainder(cache.length, cache_config.page_size)
   return jnp.minimum(tokens, cache_config.page_size - tail_tokens)
 

@@ -151,17 +151,30 @@ def step(
   with jax.named_scope("draft"):
     drafts = propose_drafts(params, queue, slots, cache, config, draft)
   num_drafts = None if drafts is None else drafts.counts
+  widths = schedule.widths(config) if scoring is None else scoring.widths
+  planned = None
+  if cache.config.state_retention is not None:
+    # The running state gets a page only in the column of the step's last token.
+    # So the tokens are chosen before their pages are reserved.
+    no_slot = jnp.zeros(slots.row.shape, bool)
+    planned, _ = _schedule(state, no_slot, None, widths, buffers.answers)
   with jax.named_scope("grow"):
-    cache, starved = grow.grow(queue, slots, cache, num_drafts, config)
+    cache, starved = grow.grow(
+      queue,
+      slots,
+      cache,
+      num_drafts,
+      config,
+      None if planned is None else planned.counts,
+    )
     # Evicted pages move to offload memory before new tokens overwrite them.
     memory = move_pages(dataclasses.replace(memory, cache=cache))
     state = _replaced(state, queue, slots, memory)
     state, leaving = _make_way(state, forks, leaders, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
-  widths = schedule.widths(config) if scoring is None else scoring.widths
   work, is_complete = _schedule(
-    state, starved, num_drafts, widths, buffers.answers
+    state, starved, num_drafts, widths, buffers.answers, planned
   )
   tokens = None if drafts is None else drafts.tokens
   queue, slots, memory = state.queue, state.slots, state.memory
@@ -356,8 +369,9 @@ def _schedule(
   num_drafts: Array | None,
   widths: tuple[Width, ...],
   answers: AnswerCounts | None,
+  planned: Work | None = None,
 ) -> tuple[Work, Array]:
-  """Chooses the tokens of the step.
+  """Chooses the tokens of the step, or those of `planned` that have pages.
 
   Returns:
     The tokens; bool[B], slots that complete their missing tokens in this step.
@@ -377,8 +391,12 @@ def _schedule(
     tokens, width = limit_to_phase(rest, tokens)
     # No slot decodes, so each single column can have any slot's token.
     is_prefill = jnp.ones_like(is_prefill)
+  tokens = limit_to_chunk(cache, tokens, state.config)
+  if planned is not None:
+    width = planned.width
+    tokens = jnp.where(missing > 0, planned.counts, 0)
   work = schedule.schedule(
-    limit_to_chunk(cache, tokens, state.config),
+    tokens,
     is_prefill,
     indexing.take(queue.place, slots.row),
     widths,

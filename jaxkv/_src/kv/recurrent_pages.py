@@ -2,7 +2,9 @@
 
 The state after t tokens is in the page of the token at position t - 1, where it
 replaces the state after fewer tokens; see `jaxkv._src.cache.pool.recurrent`. A
-step reads the state before its new tokens and writes the state after them.
+step reads the state before its new tokens and writes the state after them. With
+a `jaxkv.StateRetention`, a state that is not at the end of a page moves on with
+its sequence, so both can be in the page of the last new token.
 """
 
 import dataclasses
@@ -43,6 +45,7 @@ class StatePages:
     states: arrays by name, in their storage dtypes.  # [L * N, ...]
     num_layers: L.
     first_page: see `KVPages`.
+    has_moving_states: True for a cache with a `jaxkv.StateRetention`.
     page_size: S, the tokens of a page.
     dtypes: the number format of each array, by name; on a CPU bfloat16 is
       stored as its bits in uint16.
@@ -55,6 +58,9 @@ class StatePages:
     metadata={"static": True}
   )
   first_page: int = dataclasses.field(default=0, metadata={"static": True})
+  has_moving_states: bool = dataclasses.field(
+    default=False, metadata={"static": True}
+  )
 
   @property
   def num_pages(self) -> int:
@@ -117,6 +123,7 @@ def init_states(
     page_size=config.page_sizes[group],
     dtypes=tuple(dtypes),
     first_page=first_page_of(config, group),
+    has_moving_states=config.state_retention is not None,
   )
 
 
@@ -149,6 +156,11 @@ def _read(
   pages: StatePages, rows: View, layer: jax.Array
 ) -> dict[str, jax.Array]:
   index = _state_rows(pages, rows, rows.starts, layer)
+  if pages.has_moving_states:
+    moved = _state_rows(pages, rows, rows.starts + rows.num_tokens, layer)
+    is_missing = index == pages.num_layers * pages.num_pages
+    has_moved = is_missing & (rows.starts > 0) & (rows.num_tokens > 0)
+    index = jnp.where(has_moved, moved, index)
   # A CPU stores bfloat16 as bits. `load` converts only the B gathered states.
   return {
     name: kernels.load(array.at[index].get(mode="fill", fill_value=0))
@@ -173,7 +185,8 @@ def write_state(
   that page and a view whose `num_tokens` ends there. Tokens that begin at the
   start of a page can span several pages in one call if a single `allocate` made
   room for them. That `allocate` gives the sequence only the last of these
-  pages, so there is no other state to write.
+  pages, so there is no other state to write. With a `jaxkv.StateRetention`, the
+  same holds for tokens that begin inside a page.
 
   Args:
     pages: the states.

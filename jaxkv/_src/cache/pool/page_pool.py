@@ -24,6 +24,7 @@ from jaxkv._src.cache.pool import offload_pages
 from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.pool.offload_pages import OffloadPages
 from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 
 
@@ -40,6 +41,8 @@ class PoolState:
     pin_count: references taken by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
+    has_evicted: True for pools that had to evict a cached page since `init`.
+      None without a `StateRetention`.  # bool[P]
     offload: the offloaded pages; None without `CacheConfig.offload_pages`.
   """
 
@@ -48,6 +51,7 @@ class PoolState:
   pin_count: Array
   queue: FreeQueue
   index: PrefixIndex | None
+  has_evicted: Array | None = None
   offload: OffloadPages | None = None
 
 
@@ -75,13 +79,20 @@ def init(config: CacheConfig) -> PoolState:
   pages = config.total_pages
   index = None
   if config.prefix_caching:
-    index = prefix_index.init(config.num_numbers, max(config.page_sizes))
+    index = prefix_index.init(
+      config.num_numbers,
+      max(config.page_sizes),
+      has_reasons=config.state_retention is not None,
+    )
   return PoolState(
     unhashed_first=config.free_policy == "unhashed_first",
     ref_count=jnp.zeros((pages,), jnp.int32),
     pin_count=jnp.zeros((pages,), jnp.int32),
     queue=free_queue.init(config.numbers),
     index=index,
+    has_evicted=(
+      jnp.zeros((config.num_pools,), bool) if config.state_retention else None
+    ),
     offload=offload_pages.init(config) if config.offload_pages else None,
   )
 
@@ -120,6 +131,11 @@ def pop(
     pool.queue, num_pages, window=window, keeps=keeps
   )
   pages, rank, valid = popped
+  if index is not None and pool.has_evicted is not None:
+    is_evicted = valid & prefix_index.contains(index, pages)
+    by_pool = is_evicted.reshape(pool.has_evicted.shape[0], -1)
+    has_evicted = pool.has_evicted | jnp.any(by_pool, axis=1)
+    pool = dataclasses.replace(pool, has_evicted=has_evicted)
   if offload is not None:
     pool, num_evicted = _exchange(
       pool,
@@ -231,7 +247,12 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
 
 
 def drop(
-  pool: PoolState, pages: Array, owner: Array, valid: Array
+  pool: PoolState,
+  pages: Array,
+  owner: Array,
+  valid: Array,
+  *,
+  forgets: bool = False,
 ) -> tuple[PoolState, Array]:
   """Removes a reference for each valid item, and queues unreferenced pages.
 
@@ -245,11 +266,12 @@ def drop(
     owner: int32[W], a number for the holder of each reference, such as the
       index of a range of columns. Pass the same numbers to `to_front`.
     valid: bool[W].
+    forgets: True to remove pages without a reason to keep them from the index.
 
   Returns:
     The pool, and bool[W]: the items whose pages stay outside of the queue.
   """
-  pool, freed, unqueued = _unreference(pool, pages, valid)
+  pool, freed, unqueued = _unreference(pool, pages, valid, forgets=forgets)
   queue = free_queue.push_back(
     pool.queue, pages, freed & ~unqueued, marks=_mark_of(owner), marked=unqueued
   )
@@ -257,7 +279,12 @@ def drop(
 
 
 def drop_ranges(
-  pool: PoolState, pages: Array, items: Items, valid: Array
+  pool: PoolState,
+  pages: Array,
+  items: Items,
+  valid: Array,
+  *,
+  forgets: bool = False,
 ) -> PoolState:
   """Combines `drop` and `to_front` for all pages in ranges of columns.
 
@@ -267,8 +294,9 @@ def drop_ranges(
     items: the range of each page, and the page's offset from the range's last
       column.
     valid: bool[W].
+    forgets: see `drop`.
   """
-  pool, freed, unqueued = _unreference(pool, pages, valid)
+  pool, freed, unqueued = _unreference(pool, pages, valid, forgets=forgets)
   # The first item of a range is its last column, which must be prepended last.
   # So ranges are prepended in order, but the items of each range in reverse.
   pool_index = pool.queue.numbers.pool_of(pages)
@@ -310,7 +338,7 @@ def to_front(
 
 
 def _unreference(
-  pool: PoolState, pages: Array, valid: Array
+  pool: PoolState, pages: Array, valid: Array, *, forgets: bool
 ) -> tuple[PoolState, Array, Array]:
   """Removes a reference for each valid item.
 
@@ -327,12 +355,23 @@ def _unreference(
   position, freed = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
+  if forgets:
+    pool, _ = unpublish(pool, pages, freed & _is_forgettable(pool, pages))
   unqueued = jnp.zeros_like(freed)
   if pool.unhashed_first:
     unqueued = freed & ~is_cached(pool, pages)
   queue = dataclasses.replace(pool.queue, position=position)
   pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue)
   return pool, freed, unqueued
+
+
+def _is_forgettable(pool: PoolState, pages: Array) -> Array:
+  """Returns bool[W]: True for states to give up, see `StateRetention`."""
+  if pool.index is None or pool.has_evicted is None:
+    return pages < 0
+  has_evicted = pool.queue.numbers.value_of(pool.has_evicted, pages)
+  worst = jnp.where(has_evicted, prefix_rules.RESENT, prefix_rules.PASSED)
+  return prefix_index.reason_of(pool.index, pages) <= worst
 
 
 def reserve(pool: PoolState, num_references: Array) -> PoolState:

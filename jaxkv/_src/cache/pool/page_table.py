@@ -174,7 +174,12 @@ def grow(
 
 
 def shrink(
-  pool: PoolState, table: Array, cleared: Ranges, *, replacement: int
+  pool: PoolState,
+  table: Array,
+  cleared: Ranges,
+  *,
+  replacement: int,
+  forgets: bool = False,
 ) -> tuple[PoolState, Array]:
   """Drops the pages in all columns of ranges, and overwrites the columns.
 
@@ -186,6 +191,7 @@ def shrink(
     table: int32[B, G, M]; null pages and NO_PAGE in it are ignored.
     cleared: the columns to clear, all distinct.
     replacement: the page number to write to the columns.
+    forgets: see `page_pool.drop`.
 
   Returns:
     The pool and the table.
@@ -195,7 +201,7 @@ def shrink(
   def looped(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     pool, table = loop
     pool = page_pool.reserve(pool, num_columns)
-    return _release(pool, table, cleared, replacement)
+    return _release(pool, table, cleared, replacement, forgets=forgets)
 
   # One predicate replaces all loops of `_release`, so a GPU waits only once.
   def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
@@ -204,7 +210,9 @@ def shrink(
     fits &= num_columns <= loops.GPU_WINDOW
     stop_column = jnp.where(fits, cleared.stop, cleared.start)
     fitting_ranges = cleared._replace(stop=stop_column)
-    loop = _release_without_loops(pool, table, fitting_ranges, replacement)
+    loop = _release_without_loops(
+      pool, table, fitting_ranges, replacement, forgets=forgets
+    )
     with jax.named_scope("rare/rest"):
       return loops.at_most_once(~fits, looped, loop)
 
@@ -212,7 +220,12 @@ def shrink(
 
 
 def _release(
-  pool: PoolState, table: Array, cleared: Ranges, replacement: int
+  pool: PoolState,
+  table: Array,
+  cleared: Ranges,
+  replacement: int,
+  *,
+  forgets: bool,
 ) -> tuple[PoolState, Array]:
   """Implements `shrink` for any number of columns, with room reserved."""
 
@@ -221,7 +234,7 @@ def _release(
     cell = place_of(cleared, items, descending=True)
     pages = indexing.take(table, *cell)
     pool, outside = page_pool.drop(
-      pool, pages, items.row, _is_page(pool, pages)
+      pool, pages, items.row, _is_page(pool, pages), forgets=forgets
     )
     first_unqueued = indexing.put_min(
       first_unqueued, indexing.where_valid(outside, items.row), values=cell[2]
@@ -248,13 +261,20 @@ def _release(
 
 
 def _release_without_loops(
-  pool: PoolState, table: Array, cleared: Ranges, replacement: int
+  pool: PoolState,
+  table: Array,
+  cleared: Ranges,
+  replacement: int,
+  *,
+  forgets: bool,
 ) -> tuple[PoolState, Array]:
   """Implements `shrink` for at most GPU_WINDOW columns, with room reserved."""
   items = loops.first_items(cleared.counts)
   cell = place_of(cleared, items, descending=True)
   pages = indexing.take(table, *cell)
-  pool = page_pool.drop_ranges(pool, pages, items, _is_page(pool, pages))
+  pool = page_pool.drop_ranges(
+    pool, pages, items, _is_page(pool, pages), forgets=forgets
+  )
   # As in `_release`, the table must be read before it is written.
   column = loops.read_before(pool.queue.num_free[0], cell[2])
   table = indexing.put(table, *cell[:2], column, values=replacement)

@@ -8,6 +8,7 @@ running state.
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.config import CacheConfig
 
@@ -22,23 +23,71 @@ def holds_states(config: CacheConfig) -> Array:
   return jnp.asarray([[kind.holds_states for kind in config.groups]])
 
 
-def first_fresh(config: CacheConfig, held: Array, stop: Array) -> Array:
+def first_fresh(
+  config: CacheConfig, held: Array, stop: Array, length: Array
+) -> Array:
   """Finds the first column that gets a fresh page, for each row and group.
 
   Args:
     config: the cache's groups.
     held: int32[R, G], the number of columns in use.
     stop: int32[R, G], the number after the call, at least `held`.
+    length: int32[R], tokens of the sequences.
 
   Returns:
-    int32[R, G]; `held` for groups that are not recurrent.
+    int32[R, G]; `held` for groups that are not recurrent, and `stop` for rows
+    that need no fresh page.
   """
   if not has_states(config):
     return held
   # The running state takes the last new column. New columns before it stay
   # null.
   running = jnp.maximum(held, stop - 1)
+  running = jnp.where(moves(config, held, stop, length), stop, running)
   return jnp.where((stop > held) & holds_states(config), running, held)
+
+
+def moves(
+  config: CacheConfig, held: Array, stop: Array, length: Array
+) -> Array:
+  """Finds the rows whose running state moves to the last new column.
+
+  With a `StateRetention`, a state that is not at a page end is not kept, so its
+  page moves on with the sequence. Takes arrays as `first_fresh`, and returns
+  bool[R, G].
+  """
+  if config.state_retention is None:
+    return held < 0
+  sizes = jnp.asarray(config.page_sizes, jnp.int32)[None]
+  is_open = held * sizes > length[:, None]
+  return (stop > held) & (held > 0) & is_open & holds_states(config)
+
+
+def last_end(
+  config: CacheConfig, table: Array, slots: Array, lengths: Array
+) -> Array:
+  """Finds the column of the last state at a page end, for each row and group.
+
+  Args:
+    config: the cache's groups.
+    table: int32[B, G, M].
+    slots: int32[R].
+    lengths: int32[R], at least 0; later states are ignored.
+
+  Returns:
+    int32[R, G]; -1 for no such state, and for groups that are not recurrent.
+  """
+  columns = jnp.arange(table.shape[-1], dtype=jnp.int32)
+  last_columns = []
+  for group, kind in enumerate(config.groups):
+    if not kind.holds_states:
+      last_columns.append(jnp.full_like(lengths, -1))
+      continue
+    pages = indexing.take(table[:, group], slots)
+    num_full = elementwise.quotient(lengths, config.page_sizes[group])
+    is_end = (pages > 0) & (columns[None] < num_full[:, None])
+    last_columns.append(jnp.max(jnp.where(is_end, columns[None], -1), axis=1))
+  return jnp.stack(last_columns, axis=1)
 
 
 def num_pages(

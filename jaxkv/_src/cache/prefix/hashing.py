@@ -263,6 +263,8 @@ class SlotHashes:
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
     shared_prefix_boundary: tokens of the prompt's longest prefix that only some
       groups had cached; 0 for none. None without `prompt_length`.  # int32[B]
+    shared_tokens: tokens of two heads that other prompts share, see `admit`; 0
+      for none. None without a `StateRetention`.  # int32[B, 2]
   """
 
   root: Array
@@ -270,6 +272,7 @@ class SlotHashes:
   tail: Array
   prompt_length: Array | None = None
   shared_prefix_boundary: Array | None = None
+  shared_tokens: Array | None = None
 
 
 def init_slots(config: CacheConfig) -> SlotHashes | None:
@@ -288,6 +291,9 @@ def init_slots(config: CacheConfig) -> SlotHashes | None:
     hashes,
     prompt_length=jnp.zeros((slots,), jnp.int32),
     shared_prefix_boundary=jnp.zeros((slots,), jnp.int32),
+    shared_tokens=(
+      jnp.zeros((slots, 2), jnp.int32) if config.state_retention else None
+    ),
   )
 
 
@@ -300,6 +306,7 @@ def start_slots(
   chain: Array | None = None,
   prompt_length: Array | None = None,
   boundary: Array | None = None,
+  shared_tokens: Array | None = None,
 ) -> SlotHashes | None:
   """Starts the hashes of new sequences.
 
@@ -312,6 +319,7 @@ def start_slots(
       no sequence has a cached prefix.
     prompt_length: int32[R]; None for zeros.
     boundary: int32[R], see `SlotHashes.shared_prefix_boundary`; None for zeros.
+    shared_tokens: int32[R, 2], see `SlotHashes`; None for zeros.
   """
   if hashes is None:
     return None
@@ -322,6 +330,10 @@ def start_slots(
     zero = jnp.int32(0)
     updates["prompt_length"] = zero if prompt_length is None else prompt_length
     updates["shared_prefix_boundary"] = zero if boundary is None else boundary
+  if hashes.shared_tokens is not None:
+    updates["shared_tokens"] = (
+      jnp.int32(0) if shared_tokens is None else shared_tokens
+    )
   return dataclasses.replace(
     hashes,
     **{

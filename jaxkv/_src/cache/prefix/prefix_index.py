@@ -29,7 +29,9 @@ from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 BUCKET_PAGES = 8
 # Small, because `insert` compares all pairs of its pages.
 INSERT_WINDOW = 32
-_POSITION = KEY_WORDS + 1  # The column of `PrefixIndex.entry` for the position.
+# Columns of `PrefixIndex.entry`.
+_POSITION = KEY_WORDS + 1
+_REASON = KEY_WORDS + 2
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +47,8 @@ class PrefixIndex:
     overflow: the number of cached pages that passed the bucket.  # int32[Z]
     entry: for each page, its key, its stamp (the value of `clock` when the key
       was stored), and its position in the flattened buckets, NOWHERE if the
-      page is not cached.  # uint32[N, 6]
+      page is not cached. With a `StateRetention`, also the reason to keep the
+      page, see `prefix_rules`.  # uint32[N, 6 or 7]
     tokens: the tokens of each full page, padded with zeros. When a page leaves
       the index, its tokens and key stay readable until the page is filled
       again.  # int32[N, S]
@@ -54,7 +57,7 @@ class PrefixIndex:
 
   buckets: Array
   overflow: Array
-  entry: Array  # One array for three values, so publishing needs one scatter.
+  entry: Array  # One array for all values, so publishing needs one scatter.
   tokens: Array
   clock: Array
 
@@ -63,7 +66,7 @@ class Moving(NamedTuple):
   """The entries of pages whose contents move to other pages.
 
   Attributes:
-    entry: uint32[X, 6], see `PrefixIndex.entry`.
+    entry: uint32[X, 6 or 7], see `PrefixIndex.entry`.
     tokens: int32[X, S].
     valid: bool[X], the pages that were cached.
   """
@@ -87,13 +90,16 @@ class CachedPages(NamedTuple):
   total: Array
 
 
-def init(num_pages: int, page_size: int) -> PrefixIndex:
-  """Returns an empty index."""
+def init(
+  num_pages: int, page_size: int, *, has_reasons: bool = False
+) -> PrefixIndex:
+  """Returns an empty index; `has_reasons` adds them to `entry`."""
   bucket_count = num_buckets(num_pages)
+  columns = _REASON + int(has_reasons)
   return PrefixIndex(
     buckets=jnp.zeros((bucket_count, BUCKET_PAGES), jnp.int32),
     overflow=jnp.zeros((bucket_count,), jnp.int32),
-    entry=_without_positions(jnp.zeros((num_pages, _POSITION + 1), jnp.uint32)),
+    entry=_without_positions(jnp.zeros((num_pages, columns), jnp.uint32)),
     tokens=jnp.zeros((num_pages, page_size), jnp.int32),
     clock=jnp.uint32(0),
   )
@@ -128,6 +134,12 @@ def has_passed(index: PrefixIndex, pages: Array) -> Array:
 def key_of(index: PrefixIndex, pages: Array) -> Array:
   """Returns uint32[..., 4]: the keys of full pages."""
   return _split(indexing.take(index.entry, pages))[0]
+
+
+def reason_of(index: PrefixIndex, pages: Array) -> Array:
+  """Returns int32[...]: the reason to keep each cached page."""
+  reason = indexing.take(index.entry, pages, jnp.int32(_REASON))
+  return reason.astype(jnp.int32)
 
 
 def lookup(
@@ -210,6 +222,7 @@ def insert(
   tokens: Array,
   valid: Array,
   published: Array,
+  reasons: Array | None = None,
 ) -> PrefixIndex:
   """Stores the keys and tokens of valid pages, and publishes some pages.
 
@@ -223,6 +236,7 @@ def insert(
     valid: bool[X].
     published: bool[X], the pages to publish. Other valid pages only get a key
       and tokens.
+    reasons: int32[X], see `PrefixIndex.entry`; None if it has none.
   """
   chex.assert_shape(keys, (pages.size, KEY_WORDS))
   chex.assert_shape(tokens, (pages.size, index.tokens.shape[1]))
@@ -274,9 +288,10 @@ def insert(
     )
   # The order counts from 1, and the first page gets the clock as its stamp.
   stamp = index.clock + order - 1
-  entry = jnp.concatenate(
-    [keys, stamp[:, None], position.astype(jnp.uint32)[:, None]], axis=1
-  )
+  columns = [keys, stamp[:, None], position.astype(jnp.uint32)[:, None]]
+  if reasons is not None:
+    columns.append(reasons.astype(jnp.uint32)[:, None])
+  entry = jnp.concatenate(columns, axis=1)
   return dataclasses.replace(
     index,
     buckets=buckets,

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.config import StateRetention
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
@@ -83,6 +85,9 @@ def published_of(
   boundary: Any,
 ) -> Any:
   """Computes `published` for groups of one kind and page size."""
+  interval = config.prefix_retention_interval
+  if isinstance(interval, StateRetention):
+    return _has_aligned_end(config, kind, page_size, pages)
   ends = ()
   if prompt_length is not None and boundary is not None:
     prefixes = _retained_prefixes(config, prompt_length, boundary, page_size)
@@ -90,7 +95,6 @@ def published_of(
       elementwise.where(length >= 0, _hit_pages(config, length, page_size), -1)
       for length in prefixes
     )
-  interval = config.prefix_retention_interval
   return kind.published(
     pages,
     page_size,
@@ -99,6 +103,92 @@ def published_of(
     ends,
     int(config.use_eagle),
   )
+
+
+def _has_aligned_end(
+  config: CacheConfig, kind: GroupKind, page_size: int, pages: Any
+) -> Any:
+  """Returns True for pages that a hit can use, under a `StateRetention`."""
+  if not kind.holds_states:
+    return pages >= 0
+  # A hit ends where all groups end a page, and needs the state there.
+  return (pages + 1) * page_size % config.alignment == 0
+
+
+# The reasons for which a state is kept, in ascending order. `recycle` gives up
+# a PASSED state, and a RESENT one if the pool had to evict a page.
+PASSED, RESENT, SHARED = range(3)
+
+
+def reason_to_keep(
+  config: CacheConfig,
+  end: Array,
+  prompt_length: Array,
+  boundary: Array,
+  shared_tokens: Array,
+) -> Array:
+  """Returns the reason to keep a state: PASSED, RESENT or SHARED.
+
+  Args:
+    config: the cache's config, with a `StateRetention`.
+    end: int32[X], the number of tokens of each state.
+    prompt_length: int32[X], see `SlotHashes`.
+    boundary: int32[X], see `SlotHashes.shared_prefix_boundary`.
+    shared_tokens: int32[X, 2], see `SlotHashes`.
+
+  Returns:
+    int32[X].
+  """
+  resent, shared = kept_ends(config, prompt_length, boundary, shared_tokens)
+  retention = config.state_retention
+  is_shared = jnp.any(end[:, None] == shared, axis=1)
+  if retention is not None and retention.interval:
+    is_shared |= end % retention.interval == 0
+  is_resent = jnp.any(end[:, None] == resent, axis=1)
+  return jnp.where(is_shared, SHARED, jnp.where(is_resent, RESENT, PASSED))
+
+
+def kept_ends(
+  config: CacheConfig,
+  prompt_length: Array,
+  boundary: Array,
+  shared_tokens: Array,
+) -> tuple[Array, Array]:
+  """Returns the numbers of tokens after which states are kept.
+
+  Takes arrays as `reason_to_keep`. Returns int32[X, 2], the ends for the same
+  prompt, and int32[X, 3], the ends that other prompts share; 0 for none.
+  """
+  align = config.alignment
+  # With a draft model, a hit is one page shorter.
+  longest = elementwise.quotient(jnp.maximum(prompt_length - 1, 0), align)
+  longest = jnp.maximum(longest - int(config.use_eagle), 0) * align
+  resent = jnp.stack([longest, jnp.maximum(longest - align, 0)], axis=-1)
+  shared = jnp.concatenate([boundary[:, None], shared_tokens], axis=-1)
+  return resent, elementwise.quotient(shared, align) * align
+
+
+def next_kept_end(
+  config: CacheConfig,
+  length: Array,
+  prompt_length: Array,
+  boundary: Array,
+  shared_tokens: Array,
+) -> Array:
+  """Returns int32[X]: the first end after `length` that is kept, or NOWHERE.
+
+  Takes arrays as `reason_to_keep`; `length`, int32[X], is a number of tokens.
+  """
+  ends = jnp.concatenate(
+    kept_ends(config, prompt_length, boundary, shared_tokens), axis=-1
+  )
+  retention = config.state_retention
+  if retention is not None and retention.interval:
+    interval = retention.interval
+    following = elementwise.quotient(length, interval) * interval + interval
+    ends = jnp.concatenate([ends, following[:, None]], axis=-1)
+  is_ahead = ends > length[:, None]
+  return jnp.min(jnp.where(is_ahead, ends, indexing.NOWHERE), axis=-1)
 
 
 def lookup_bound(

@@ -17,6 +17,7 @@ from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
@@ -83,12 +84,14 @@ class _FinalPages(NamedTuple):
     keys: uint32[W, 4], the keys of the pages.
     tokens: int32[W, S], their tokens.
     published: bool[W], the pages to publish.
+    reasons: int32[W], see `PrefixIndex.entry`; None if it has none.
   """
 
   place: tuple[Array, Array, Array]
   keys: Array
   tokens: Array
   published: Array
+  reasons: Array | None
 
 
 def publish(
@@ -314,6 +317,7 @@ def _publish_rows(
         published=prefix_rules.published(
           config, column, group, prompt_length, boundary
         ),
+        reasons=_reasons(config, hashes, table_index),
       ),
     )
     added = indexing.add(
@@ -328,6 +332,29 @@ def _publish_rows(
     window=prefix_index.INSERT_WINDOW,
     longest=pages.shape[1],
   )
+
+
+def _reasons(
+  config: CacheConfig, hashes: SlotHashes, place: tuple[Array, Array, Array]
+) -> Array | None:
+  """Returns int32[W]: the reasons to keep pages, see `prefix_rules`."""
+  slot, group, column = place
+  if hashes.shared_tokens is None:
+    return None
+  assert hashes.prompt_length is not None  # Like `shared_tokens`.
+  assert hashes.shared_prefix_boundary is not None
+  page_size = indexing.take(jnp.asarray(config.page_sizes, jnp.int32), group)
+  # The column of an invalid item is too large for the product.
+  end = (jnp.where(column < indexing.NOWHERE, column, 0) + 1) * page_size
+  reason = prefix_rules.reason_to_keep(
+    config,
+    end,
+    indexing.take(hashes.prompt_length, slot),
+    indexing.take(hashes.shared_prefix_boundary, slot),
+    indexing.take(hashes.shared_tokens, slot),
+  )
+  is_state = indexing.take(recurrent.holds_states(config)[0], group, fill=False)
+  return jnp.where(is_state, reason, prefix_rules.SHARED)
 
 
 def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
@@ -399,6 +426,7 @@ def _insert(
     final.tokens,
     valid & ~repeated,
     published & ~repeated,
+    final.reasons,
   )
   done = done._replace(pool=dataclasses.replace(pool, index=index))
   if config.merge_duplicates:

@@ -40,6 +40,8 @@ class Reservation(NamedTuple):
     fresh: int32[R, G], the first column of the fresh pages. Recurrent groups
       may have null pages between `hit` and this column.
     stop: int32[R, G], one past the last column.
+    moves: bool[R, G], True if the page in column `hit` - 1 moves to column
+      `stop` - 1, see `recurrent.moves`.
     begins: bool[R], True if the sequence is new in this call.
   """
 
@@ -47,6 +49,7 @@ class Reservation(NamedTuple):
   hit: Array
   fresh: Array
   stop: Array
+  moves: Array
   begins: Array
 
   @property
@@ -61,9 +64,16 @@ class Reservation(NamedTuple):
   def of(self, valid: Array) -> "Reservation":
     """Keeps the columns of valid rows; other rows get empty ranges."""
     first, hit, fresh, stop = (
-      jnp.where(valid[:, None], columns, 0) for columns in self[:-1]
+      jnp.where(valid[:, None], columns, 0) for columns in self[:-2]
     )
-    return Reservation(first, hit, fresh, stop, self.begins & valid)
+    return Reservation(
+      first,
+      hit,
+      fresh,
+      stop,
+      self.moves & valid[:, None],
+      self.begins & valid,
+    )
 
 
 def reservation(
@@ -73,15 +83,23 @@ def reservation(
   stop: Array,
   begins: Array,
   first: Array | None = None,
+  length: Array | None = None,
 ) -> Reservation:
-  """Plans rows that end before column `stop`, or `hit` if `hit` is larger."""
+  """Plans rows that end before column `stop`, or `hit` if `hit` is larger.
+
+  `length`, int32[R], is the length of sequences that hold `hit` columns; None
+  if these columns are full.
+  """
   first = sharding.zeros_like(hit) if first is None else first
   chex.assert_equal_shape([first, hit, stop])
   chex.assert_shape(begins, hit.shape[:1])
   # If the hits fill all columns, no fresh page is needed.
   stop = jnp.maximum(stop, hit)
-  fresh = recurrent.first_fresh(state.config, hit, stop)
-  return Reservation(first, hit, fresh, stop, begins)
+  if length is None:
+    length = jnp.full_like(begins, indexing.NOWHERE, dtype=jnp.int32)
+  fresh = recurrent.first_fresh(state.config, hit, stop, length)
+  moves = recurrent.moves(state.config, hit, stop, length)
+  return Reservation(first, hit, fresh, stop, moves, begins)
 
 
 def reserve(
@@ -179,7 +197,7 @@ def take(
   if recurrent.has_states(state.config):
     # Columns between two states hold the null page.
     skipped = page_table.ranges(slots, plan.hit, plan.fresh)
-    table = page_table.fill(table, skipped, 0)
+    table = _move_states(state, slots, plan, page_table.fill(table, skipped, 0))
   fresh_ranges = [
     page_table.ranges(slots, plan.fresh, plan.stop, groups)
     for groups in state.config.groups_of_pools
@@ -194,6 +212,23 @@ def take(
       state.stats, popped_pages=plan.num_fresh, evicted_pages=evicted
     ),
   )
+
+
+def _move_states(
+  state: CacheState, slots: Array, plan: Reservation, table: Array
+) -> Array:
+  """Moves running states to their last columns; returns the page table."""
+  if state.config.state_retention is None:
+    return table
+  old_column = indexing.where_valid(plan.moves, plan.hit - 1)
+  new_column = indexing.where_valid(plan.moves, plan.stop - 1)
+  slot = slots[:, None]
+  group = jnp.arange(plan.hit.shape[1], dtype=jnp.int32)[None]
+  pages = indexing.take(table, slot, group, old_column)
+  # The pages must be read before the table is written.
+  old_column = loops.read_before(jnp.max(pages, initial=0), old_column)
+  table = indexing.put(table, slot, group, old_column, values=0)
+  return indexing.put(table, slot, group, new_column, values=pages)
 
 
 def grant(

@@ -108,6 +108,7 @@ def admit(
   mask: Array | None = None,
   num_tokens: Array | None = None,
   keep_free: Array | None = None,
+  shared_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Starts sequences in empty slots, each after its longest cached prefix.
 
@@ -139,11 +140,15 @@ def admit(
     keep_free: int32[R], pages that must stay free in each pool after the row
       is served, as a reserve for running sequences (a watermark) or for later
       chunks of the prompt. None for 0.
+    shared_tokens: int32[R, 2], tokens of two heads of the prompt that later
+      prompts share, such as the shortest and the longest one. With a
+      `StateRetention`, states are kept at their last page ends. 0 for no head;
+      None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a
-    repeated slot), BAD_LENGTH (`lengths`, `num_tokens` or `keep_free` is
-    out of range), SLOT_FULL or OUT_OF_PAGES.
+    repeated slot), BAD_LENGTH (`lengths`, `num_tokens`, `keep_free` or
+    `shared_tokens` is out of range), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -168,6 +173,7 @@ def admit(
     skipped=~mask_or_all(mask, tokens),
     num_tokens=num_tokens,
     keep_free=None if keep_free is None else keep_free[:, None],
+    shared_tokens=shared_tokens,
   )
 
 
@@ -182,6 +188,7 @@ def admit_found(
   pops: bool = True,
   num_tokens: Array | None = None,
   keep_free: Array | None = None,
+  shared_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Admits sequences as `admit` does; `find` looks up their cached prefixes.
 
@@ -198,6 +205,7 @@ def admit_found(
     num_tokens: see `admit`.
     keep_free: int32[R, 1 or P], pages that must stay free in each pool after
       the row is served; None for 0.
+    shared_tokens: see `admit`.
   """
   config = state.config
   num_tokens = lengths if num_tokens is None else num_tokens
@@ -206,6 +214,8 @@ def admit_found(
   keep_free = jnp.broadcast_to(keep_free, (*lengths.shape, config.num_pools))
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
   bad_length |= jnp.any(keep_free < 0, axis=1)
+  if shared_tokens is not None:
+    bad_length |= jnp.any(shared_tokens < 0, axis=1)
   # A row reports the first case that applies. So the order is part of the API.
   code = first_code(
     (skipped, Status.SKIPPED),
@@ -248,11 +258,15 @@ def admit_found(
       chain=prefix.chain,
       prompt_length=lengths,
       boundary=prefix.boundary,
+      shared_tokens=shared_tokens,
     ),
     stats=counted(
       state.stats,
       queried_tokens=jnp.where(is_served, lengths, 0),
       hit_tokens=cached,
+      unusable_tokens=jnp.where(
+        is_served, jnp.maximum(prefix.boundary - cached, 0), 0
+      ),
     ),
   )
   return state, Admitted(code=code, num_cached_tokens=cached)

@@ -103,6 +103,7 @@ def make_room(
     # A slot can have more columns than its tokens need, and keeps them.
     stop=jnp.maximum(stop_column, num_held_pages),
     begins=num_held_pages[:, 0] == 0,
+    length=rows.read(state.length),
   )
   state, code = reserve(state, rows, plan, code, suffices=suffices)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)

@@ -13,6 +13,7 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.verbs.recycle import drop_behind
 
 
 @verb
@@ -23,7 +24,8 @@ def free(
 
   Every page of a sequence loses one reference: group by group, the last page
   first, so that the end of a sequence is evicted first. Pages without
-  references go to the free queue. Published pages stay cached there.
+  references go to the free queue. Published pages stay cached there. With a
+  `StateRetention`, `recycle` is applied to all slots first.
 
   Args:
     state: the cache.
@@ -55,6 +57,9 @@ def free(
     (is_empty(state, rows.slots) | repeated, Status.SLOT_EMPTY),
   )
   is_served = code == Status.OK
+  if config.state_retention is not None:
+    # Gives up states that only the next steps of the sequences would pass.
+    state, _ = drop_behind(state, rows, rows.read(state.length), is_served)
   freed_slots = rows.where(is_served)
   # Rows that are not served get empty ranges.
   start, num_pages = (

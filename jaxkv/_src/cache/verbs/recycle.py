@@ -42,11 +42,12 @@ def recycle(
   """Releases pages that no later token of their sequence needs.
 
   These are the pages before a sliding window or a chunk, and all states of a
-  recurrent group except the last. The null page replaces them in the page
-  table. Of these pages, the last one is released first. Published pages stay
-  cached until they are evicted. If a loop calls this verb before `allocate`, a
-  sequence with a window of w tokens has at most `ceil((w - 1) / S) + 1` pages,
-  plus the pages for new tokens.
+  recurrent group except the last, with a `StateRetention` also except the last
+  one at a page end. The null page replaces them in the page table. Of these
+  pages, the last one is released first. Published pages stay cached until they
+  are evicted, or given up by a `StateRetention`. If a loop calls this verb
+  before `allocate`, a sequence with a window of w tokens has at most
+  `ceil((w - 1) / S) + 1` pages, plus the pages for new tokens.
 
   Args:
     state: the cache.
@@ -101,8 +102,12 @@ def drop_behind(
   columns = config.sizes.skipped_pages(lengths)
   columns = jnp.minimum(columns, rows.read(state.num_pages))
   columns = config.sizes.keep_last_page(columns, rows.read(state.length))
-  columns = jnp.where(is_served[:, None], jnp.maximum(start, columns), start)
   slots = rows.where(is_served)
+  if config.state_retention is not None:
+    # The last state at a page end stays until the next one is written.
+    last_end = recurrent.last_end(config, state.page_table, slots, lengths)
+    columns = jnp.where(last_end >= 0, jnp.minimum(columns, last_end), columns)
+  columns = jnp.where(is_served[:, None], jnp.maximum(start, columns), start)
   num_pages = recurrent.num_pages(
     config, state.page_table, slots, start, columns
   )
@@ -111,6 +116,7 @@ def drop_behind(
     state.page_table,
     page_table.ranges(slots, start, columns),
     replacement=0,
+    forgets=config.state_retention is not None,
   )
   skipped = rows.write(state.num_skipped_pages, is_served, columns)
   state = dataclasses.replace(

@@ -156,11 +156,14 @@ class PagedKV:
     pool = pools[location.pool]
     view = self.views[location.group]
     layer = location.layer
-    # A packed call writes only one state per sequence, but each full page must
-    # hold the state at its end. So the tokens of a sequence in a packed call
-    # must not cross the end of a page. Rollouts schedule prompts accordingly.
+    # A packed call writes only one state for each sequence. So without moving
+    # states, the tokens of a sequence must not cross the end of a page, which
+    # must hold the state there. Rollouts schedule prompts accordingly.
     if isinstance(view, PackedView):
-      out, pool = recurrent_pages.run_packed(run, inputs, pool, view, layer)
+      # Exact numerics run token by token, and all rows together.
+      out, pool = recurrent_pages.run_packed(
+        run, inputs, pool, view, layer, by_rows=is_exact(self.decoder)
+      )
     else:
       out, pool = recurrent_pages.run_rows(run, inputs, pool, view, layer)
     return out, _with_pool(pools, location.pool, pool)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.kv.recurrent_pages import read_state
@@ -17,6 +18,9 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder.description import DeltaNet
+
+_BLOCK = 64
+"""The maximum number of tokens of a block, see `_run_blocks`."""
 
 Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 """`(inputs, states, num_tokens) -> (outputs, states)`. Runs the first
@@ -34,7 +38,7 @@ def run_rows(
   """Runs up to T tokens of each of B sequences, and stores the new states."""
   rows = rows_of(view)
   page_size = pool.page_size
-  if inputs[0].shape[1] == 1:
+  if inputs[0].shape[1] == 1 or pool.has_moving_states:
     return _run_stored(run, inputs, pool, rows, layer)
   # Other sequences can reuse a full page as a prefix, so a full page must hold
   # the state at its end. If the tokens of a row go past the end of a partly
@@ -86,8 +90,14 @@ def run_packed(
   pool: StatePages,
   view: PackedView,
   layer: jax.Array | int,
+  *,
+  by_rows: bool = False,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs inputs [1, T, ...]: one decode token per row, then all prompts."""
+  """Runs inputs [1, T, ...]: one decode token per row, then all prompts.
+
+  The prompts run in blocks of tokens of one row. `by_rows` runs all rows
+  together, padded to the number of columns.
+  """
   decode = rows_of(view.decode)
   count = decode.starts.shape[0]
   single = tuple(array[0, :count, None] for array in inputs)
@@ -96,15 +106,102 @@ def run_packed(
   if view.prefill is not None:
     columns = inputs[0].shape[1] - count
     num_tokens = view.prefill.num_tokens
-    # Each prompt has at most one page of tokens, see `PagedKV.recurrent`.
-    width = min(pool.page_size, columns)
-    rows = tuple(
-      delta_net.to_rows(array[0, count:], num_tokens, width) for array in inputs
-    )
-    prompts, pool = _run_stored(run, rows, pool, view.prefill, layer)
-    prompts = delta_net.to_columns(prompts, num_tokens, columns)
-    out = jnp.concatenate([out, prompts])
+    prompts = tuple(array[0, count:] for array in inputs)
+    if by_rows:
+      rows = tuple(
+        delta_net.to_rows(array, num_tokens, columns) for array in prompts
+      )
+      prompt_out, pool = _run_stored(run, rows, pool, view.prefill, layer)
+      prompt_out = delta_net.to_columns(prompt_out, num_tokens, columns)
+    else:
+      states = read_state(pool, view.prefill, layer)
+      prompt_out, states = _run_blocks(
+        run, prompts, states, num_tokens, min(pool.page_size, _BLOCK, columns)
+      )
+      pool = write_state(pool, view.prefill, layer, states)
+    out = jnp.concatenate([out, prompt_out])
   return out[None], pool
+
+
+def _run_blocks(
+  run: Recurrence,
+  inputs: tuple[jax.Array, ...],
+  states: dict[str, jax.Array],
+  num_tokens: jax.Array,
+  block: int,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Runs packed rows, one block of tokens after another.
+
+  Rows of any lengths need little padding: at most `block` - 1 columns each.
+
+  Args:
+    run: the recurrence.
+    inputs: arrays [C, ...] with the tokens of R rows, row after row.
+    states: the states before these tokens, [R, ...] each.
+    num_tokens: int32[R].
+    block: the number of tokens of a block.
+
+  Returns:
+    The outputs [C, ...], arbitrary past the last token; and the new states.
+  """
+  columns = inputs[0].shape[0]
+  num_blocks = -(-num_tokens // block)
+  first_columns = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
+  most_blocks = -(-columns // block) + num_tokens.shape[0]
+  blocks = loops.locate(num_blocks, jnp.arange(most_blocks, dtype=jnp.int32))
+  # The last block of a row can go past the last column.
+  padded = tuple(
+    jnp.pad(array, ((0, block), *((0, 0),) * (array.ndim - 1)))
+    for array in inputs
+  )
+
+  def run_block(
+    index: jax.Array, inputs: tuple[jax.Array, ...], states: Any
+  ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    row = jnp.minimum(blocks.row[index], num_tokens.shape[0] - 1)
+    offset = blocks.offset[index] * block
+    is_block = blocks.valid[index]
+    count = jnp.clip(num_tokens[row] - offset, 0, block)
+    count = jnp.where(is_block, count, 0)
+    first_column = jnp.where(is_block, first_columns[row] + offset, columns)
+    tokens = tuple(
+      jax.lax.dynamic_slice_in_dim(array, first_column, block)[None]
+      for array in inputs
+    )
+    state = jax.tree.map(
+      lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), states
+    )
+    out, state = run(tokens, state, count[None])
+    return row, first_column, out[0], state
+
+  shape = jax.eval_shape(run_block, jnp.int32(0), padded, states)[2]
+
+  def trip(index: jax.Array, loop: Any) -> Any:
+    out, states = loop
+    row, first_column, new_out, state = run_block(index, padded, states)
+    # Later blocks overwrite the columns past the row's last token.
+    out = jax.lax.dynamic_update_slice_in_dim(out, new_out, first_column, 0)
+    states = jax.tree.map(
+      lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0),
+      states,
+      state,
+    )
+    return out, states
+
+  out = jnp.zeros((columns + block, *shape.shape[1:]), shape.dtype)
+  # On an accelerator, the trip count is static: a block of padding costs less
+  # than the wait for the host before each trip.
+  num_trips = jax.lax.platform_dependent(
+    jnp.sum(num_blocks, dtype=jnp.int32),
+    cpu=lambda count: count,
+    default=lambda count: jnp.full_like(count, most_blocks),
+  )
+  num_trips, out, states, _ = sharding.match_varying_axes(
+    (num_trips, out, states, (padded, num_tokens))
+  )
+  start = jnp.zeros_like(num_trips)
+  out, states = jax.lax.fori_loop(start, num_trips, trip, (out, states))
+  return out[:columns], states
 
 
 def _run_stored(
