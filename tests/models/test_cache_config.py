@@ -68,6 +68,9 @@ def test_states_take_no_more_than_three_a_sequence():
   state = 24 * 4 * (32 * 128 * 128 + 3 * 8192)
   num_bytes = _bytes(QWEN, config)
   assert num_bytes <= 1.05 * (kv + 64 * 3 * state)
+  # A state at every interval takes a quarter of the bytes of K/V.
+  interval = config.state_retention.interval
+  assert 4 * state <= interval * kv / (64 * 8192) < 4 * state + 16 * 32768
   assert 25 * _GIB < num_bytes < 27 * _GIB
 
 

@@ -1,11 +1,13 @@
 """Sizes the cache of a decoder."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.config import StateRetention
 from jaxkv._src.cache.pool_sizes import sized_config
 from jaxkv._src.kv.pools import page_bytes
 from jaxkv._src.models.decoder.description import Decoder
@@ -67,7 +69,9 @@ def cache_config(
       `jaxkv.rollout.RolloutConfig`.
     decode_tokens: the maximum number of tokens that a sequence decodes in a
       step: `decode_steps` of a rollout, or with drafts `1 + draft_tokens`.
-    **options: other fields of `jaxkv.CacheConfig`.
+    **options: other fields of `jaxkv.CacheConfig`. With recurrent layers, the
+      default of `prefix_retention_interval` is a `jaxkv.StateRetention` whose
+      states at regular intervals take a quarter of the bytes of the K/V.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -89,11 +93,16 @@ def cache_config(
     >>> config.num_pages
     (85, 854)
   """
+  groups = cache_groups(decoder)
   make_kv = functools.partial(
     init_kv, decoder, dtype=dtype, record_experts=record_experts
   )
-  return sized_config(
-    cache_groups(decoder),
+
+  def bytes_of(config: CacheConfig) -> int | tuple[int, ...]:
+    return page_bytes(jax.eval_shape(lambda: make_kv(config)))
+
+  config = sized_config(
+    groups,
     num_slots=num_slots,
     max_length=max_length,
     page_size=page_size,
@@ -101,8 +110,31 @@ def cache_config(
     decode_tokens=decode_tokens,
     num_pages=num_pages,
     memory=memory,
-    page_bytes=lambda config: page_bytes(
-      jax.eval_shape(lambda: make_kv(config))
-    ),
+    page_bytes=bytes_of,
     options=options,
   )
+  has_states = any(group_kind.holds_states for group_kind in groups)
+  is_set = "prefix_retention_interval" in options
+  is_classic = config.prefix_rules == "classic"
+  if not has_states or is_set or is_classic or not config.prefix_caching:
+    return config
+  retention = StateRetention(_interval(config, bytes_of(config)))
+  return dataclasses.replace(config, prefix_retention_interval=retention)
+
+
+def _interval(
+  config: CacheConfig, bytes_of_pages: int | tuple[int, ...]
+) -> int:
+  """Returns the tokens whose K/V take four times the bytes of a state."""
+  if isinstance(bytes_of_pages, int):
+    bytes_of_pages = (bytes_of_pages,)
+  state_bytes = 0
+  kv_bytes = 0
+  for group_kind in config.groups:
+    if group_kind.holds_states:
+      state_bytes += bytes_of_pages[group_kind.pool]
+    else:
+      kv_bytes += bytes_of_pages[group_kind.pool]
+  # Without K/V, no number of states is small beside them.
+  num_pages = -(-4 * state_bytes // kv_bytes) if kv_bytes else 0
+  return num_pages * config.page_size
