@@ -239,7 +239,9 @@ class TestArguments:
   def test_memory_of_another_page_size_is_refused(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
     other_state = _initial(small_model, 2, 40, 16, 1)
-    with pytest.raises(ValueError, match=r"`kv` must have .* got 40 of 16"):
+    with pytest.raises(
+      ValueError, match=r"`kv` must have .* got 40 pages of 16"
+    ):
       self._begun(small_model, state, kv=other_state.memory.kv)
 
   def test_cache_in_use_is_refused(self, small_model):
