@@ -259,6 +259,23 @@ def rank_by_pool(
   return numbers.value_of(by_pool, pages), counts[-1]
 
 
+def count_until(
+  numbers: PageNumbers, pages: Array, valid: Array, lanes: Array | None
+) -> Array:
+  """Counts the valid pages of each page's pool, up to and with some lane.
+
+  Takes arrays as `rank_by_pool`. `lanes`, int32[W], are the lanes up to which
+  pages are counted; None for the lane of each page.
+  """
+  if numbers.num_pools == 1:
+    counts = loops.cumulative_sum(valid)
+    return counts if lanes is None else indexing.take(counts, lanes)
+  counts = loops.cumulative_sum(_in_pools(numbers, pages, valid))
+  if lanes is None:
+    lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
+  return indexing.take(counts, lanes, numbers.pool_of(pages))
+
+
 def _count_by_pool(numbers: PageNumbers, pages: Array, valid: Array) -> Array:
   """Returns int32[P]: the number of valid pages of each pool."""
   in_pools = _in_pools(numbers, pages, valid)

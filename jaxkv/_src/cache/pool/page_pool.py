@@ -282,6 +282,7 @@ def drop_ranges(
   pool: PoolState,
   pages: Array,
   items: Items,
+  counts: Array,
   valid: Array,
   *,
   forgets: bool = False,
@@ -289,25 +290,30 @@ def drop_ranges(
   """Combines `drop` and `to_front` for all pages in ranges of columns.
 
   Args:
-    pool: the pool, with room reserved in its queue.
+    pool: the pool.
     pages: int32[W], see `drop`.
     items: the range of each page, and the page's offset from the range's last
       column.
+    counts: int32[X], the number of items of each range.
     valid: bool[W].
     forgets: see `drop`.
   """
   pool, freed, unqueued = _unreference(pool, pages, valid, forgets=forgets)
   # The first item of a range is its last column, which must be prepended last.
   # So ranges are prepended in order, but the items of each range in reverse.
-  pool_index = pool.queue.numbers.pool_of(pages)
-  is_before = items.row[None] < items.row[:, None]
-  is_before |= (items.row[None] == items.row[:, None]) & (
-    items.offset[None] > items.offset[:, None]
+  start = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
+  last_lane = start + indexing.take(counts, items.row) - 1
+  numbers = pool.queue.numbers
+  num_before, num_until, rank = (
+    free_queue.count_until(numbers, pages, unqueued, lanes)
+    for lanes in (start - 1, last_lane, None)
   )
-  is_before &= unqueued[None] & (pool_index[None] == pool_index[:, None])
-  turn = jnp.sum(is_before, axis=1, dtype=jnp.int32)
   queue = free_queue.push(
-    pool.queue, pages, freed & ~unqueued, unqueued, turn=turn
+    pool.queue,
+    pages,
+    freed & ~unqueued,
+    unqueued,
+    turn=num_before + num_until - rank,
   )
   return dataclasses.replace(pool, queue=queue)
 

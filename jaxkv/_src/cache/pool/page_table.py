@@ -273,7 +273,12 @@ def _release_without_loops(
   cell = place_of(cleared, items, descending=True)
   pages = indexing.take(table, *cell)
   pool = page_pool.drop_ranges(
-    pool, pages, items, _is_page(pool, pages), forgets=forgets
+    pool,
+    pages,
+    items,
+    cleared.counts,
+    _is_page(pool, pages),
+    forgets=forgets,
   )
   # As in `_release`, the table must be read before it is written.
   column = loops.read_before(pool.queue.num_free[0], cell[2])
