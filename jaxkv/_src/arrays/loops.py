@@ -135,22 +135,28 @@ def _num_ended_by_comparison(ends: Array, item: Array) -> Array:
 
 
 def cumulative_sum(values: Array) -> Array:
-  """Returns the inclusive cumulative sum over the first axis, as int32."""
+  """Returns the inclusive cumulative sum of int32[X] or bool[X] as int32[X]."""
 
   def by_comparison(values: Array) -> Array:
     lanes = jnp.arange(values.shape[0], dtype=jnp.int32)
     is_summed = lanes[None, :] <= lanes[:, None]
-    is_summed = jnp.expand_dims(is_summed, range(2, values.ndim + 1))
-    summed = jnp.where(is_summed, values[None].astype(jnp.int32), 0)
+    summed = jnp.where(is_summed, values[None, :].astype(jnp.int32), 0)
     return jnp.sum(summed, axis=1, dtype=jnp.int32)
 
   def by_cumsum(values: Array) -> Array:
-    return jnp.cumsum(values, axis=0, dtype=jnp.int32)
+    return jnp.cumsum(values, dtype=jnp.int32)
 
   if values.shape[0] > GPU_WINDOW:
     return by_cumsum(values)
   # XLA:GPU computes `jnp.cumsum` in three kernels, and these sums in one.
   return on_gpu(by_comparison, by_cumsum, values)
+
+
+def cumulative_sums(values: Array) -> Array:
+  """Returns `cumulative_sum` of each row of an array [Y, X]."""
+  # Separate sums, because XLA:GPU fuses them into one kernel, and its registers
+  # would not suffice for a sum over the rows of a 3-D array.
+  return jnp.stack([cumulative_sum(row) for row in values])
 
 
 def on_gpu(

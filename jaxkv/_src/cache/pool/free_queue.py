@@ -121,7 +121,7 @@ def pop(
   shape = (num_pools, pages.shape[0] // num_pools)
   lanes = jnp.arange(shape[1], dtype=jnp.int32)[None]
   live = live.reshape(shape)
-  count = loops.cumulative_sum(live.T).T
+  count = loops.cumulative_sums(live)
   valid = live & (count <= num_pages[:, None])
   if keeps is not None:
     is_kept = live & keeps(pages).reshape(shape)
@@ -251,43 +251,33 @@ def rank_by_pool(
     int32[W], for each page, the number of valid pages of its pool up to and
     with this page; and int32[P], the number of valid pages of each pool.
   """
-  if numbers.num_pools == 1:
-    rank = loops.cumulative_sum(valid)
-    return rank, rank[-1:]
-  counts = loops.cumulative_sum(_in_pools(numbers, pages, valid))
-  by_pool = [counts[:, pool] for pool in range(numbers.num_pools)]
-  return numbers.value_of(by_pool, pages), counts[-1]
+  counts = loops.cumulative_sums(_in_pools(numbers, pages, valid))
+  return numbers.value_of(counts, pages), counts[:, -1]
 
 
 def count_until(
-  numbers: PageNumbers, pages: Array, valid: Array, lanes: Array | None
+  numbers: PageNumbers, pages: Array, valid: Array, lanes: Array
 ) -> Array:
   """Counts the valid pages of each page's pool, up to and with some lane.
 
-  Takes arrays as `rank_by_pool`. `lanes`, int32[W], are the lanes up to which
-  pages are counted; None for the lane of each page.
+  Takes arrays as `rank_by_pool`, and `lanes`, int32[W], the lane of each page.
   """
-  if numbers.num_pools == 1:
-    counts = loops.cumulative_sum(valid)
-    return counts if lanes is None else indexing.take(counts, lanes)
-  counts = loops.cumulative_sum(_in_pools(numbers, pages, valid))
-  if lanes is None:
-    lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
-  return indexing.take(counts, lanes, numbers.pool_of(pages))
+  counts = loops.cumulative_sums(_in_pools(numbers, pages, valid))
+  return numbers.value_of([indexing.take(c, lanes) for c in counts], pages)
 
 
 def _count_by_pool(numbers: PageNumbers, pages: Array, valid: Array) -> Array:
   """Returns int32[P]: the number of valid pages of each pool."""
   in_pools = _in_pools(numbers, pages, valid)
-  return jnp.sum(in_pools, axis=0, dtype=jnp.int32)
+  return jnp.sum(in_pools, axis=1, dtype=jnp.int32)
 
 
 def _in_pools(numbers: PageNumbers, pages: Array, valid: Array) -> Array:
-  """Returns bool[W, P]: True for the pool of each valid page."""
-  pool = jnp.arange(numbers.num_pools, dtype=jnp.int32)[None]
+  """Returns bool[P, W]: True for the valid pages of each pool."""
   if numbers.num_pools == 1:
-    return valid[:, None]
-  return valid[:, None] & (numbers.pool_of(pages)[:, None] == pool)
+    return valid[None]
+  pool = jnp.arange(numbers.num_pools, dtype=jnp.int32)[:, None]
+  return valid[None] & (numbers.pool_of(pages)[None] == pool)
 
 
 def has_room(queue: FreeQueue, counts: Array) -> Array:

@@ -273,8 +273,7 @@ def _by_pool(offload: OffloadPages, values: Array) -> Array:
 
 def _count_in_pool(offload: OffloadPages, flags: Array) -> Array:
   """Counts the True elements of a pool up to each element: int32[W]."""
-  by_pool = _by_pool(offload, flags)
-  return loops.cumulative_sum(by_pool.T).T.reshape(-1)
+  return loops.cumulative_sums(_by_pool(offload, flags)).reshape(-1)
 
 
 def _first_lanes(offload: OffloadPages, count: int) -> Array:

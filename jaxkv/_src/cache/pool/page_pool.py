@@ -304,10 +304,11 @@ def drop_ranges(
   start = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
   last_lane = start + indexing.take(counts, items.row) - 1
   numbers = pool.queue.numbers
-  num_before, num_until, rank = (
+  num_before, num_until = (
     free_queue.count_until(numbers, pages, unqueued, lanes)
-    for lanes in (start - 1, last_lane, None)
+    for lanes in (start - 1, last_lane)
   )
+  rank, _ = free_queue.rank_by_pool(numbers, pages, unqueued)
   queue = free_queue.push(
     pool.queue,
     pages,
