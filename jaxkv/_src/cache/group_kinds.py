@@ -356,8 +356,8 @@ class GroupSizes:
   def max_pages(self, in_flight: int, longest: int) -> tuple[int, ...]:
     """Returns the maximum number of pages that one sequence holds, by group.
 
-    In a recurrent group, a sequence needs the page of the last state and one for
-    the next state. States that it keeps for other sequences are not counted.
+    In a recurrent group, a sequence needs the page of the last state and one
+    for the next state. States that it keeps for other sequences do not count.
 
     Args:
       in_flight: the maximum number of tokens that a step computes.
