@@ -204,6 +204,11 @@ def test_all_slots_run_in_the_least_memory(mixers, steps):
   )
   rollout.check(state)
   assert int(state.counters.preempted) == 0
+  peaks = np.asarray(state.counters.peak_pages)
+  assert np.all(peaks < config.num_pages)
+  for kind, peak in zip(config.groups, peaks, strict=True):
+    # The last state at a page end, and the running state.
+    assert not kind.holds_states or peak == 2 * slots
   # Prompts take at most a step for each page, and then all slots decode.
   num_steps = math.ceil(prompt / 4) * slots + new
   assert int(state.counters.steps) <= num_steps + 2
