@@ -125,6 +125,20 @@ def test_too_little_memory_is_refused_with_the_least():
   assert _bytes(SMALL, config) == least
 
 
+def test_an_offload_policy_gets_the_bytes_of_the_pages():
+  policy = jaxkv.OffloadPolicy(bytes_per_second=1e9, tokens_per_second=1e3)
+  options = {"offload_pages": (4, 4), "offload_policy": policy}
+  sizes = {"num_slots": 2, "max_length": 64, "memory": 2**20}
+  config = models.cache_config(SMALL, **sizes, **options)
+  kv = jax.eval_shape(functools.partial(models.init_kv, SMALL, config))
+  assert config.page_bytes == jaxkv.kv.page_bytes(kv)
+  assert config.num_pages == models.cache_config(SMALL, **sizes).num_pages
+  # The caller's bytes are kept.
+  options["page_bytes"] = (7, 9)
+  config = models.cache_config(SMALL, num_slots=2, max_length=64, **options)
+  assert config.page_bytes == (7, 9)
+
+
 def test_a_number_of_pages_is_divided():
   """All pages are used; too few for all slots are enough for some."""
   for num_pages in (100, 150, 1000):

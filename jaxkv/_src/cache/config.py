@@ -86,8 +86,10 @@ class StateRetention:
   past them, once the pool had to evict a page. Other states leave only by
   eviction.
 
-  A sequence has at most two states besides its running state, which moves from
-  page to page with the sequence. The other groups publish every page.
+  A sequence holds at most two states if `recycle` comes before each `allocate`:
+  the last one at a page end, and the running state, which moves from page to
+  page with the sequence. Other kept states are in free pages, and stay cached
+  until they are evicted. The other groups publish every page.
 
   Attributes:
     interval: the number of tokens, a multiple of `CacheConfig.alignment`, or 0
