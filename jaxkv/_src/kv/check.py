@@ -34,7 +34,7 @@ def check(
   from `init` with the same config always passes.
 
   Args:
-    kv: the pages, of one pool or of a tuple of pools.
+    kv: the pages, of one memory or of a tuple of memories.
     config: the configuration of the cache, `state.config`.
     offload: the offloaded pages; None to check only `kv`.
     state: the cache, to compare the moves that it planned with those that
