@@ -44,9 +44,9 @@ row. If a verb has exceptions to this rule, its docstring names them.
 Guarantees:
 
 - Each pool evicts its cached pages in exact LRU order: the page that was
-  released first is evicted first. A sequence releases its last page first, so its prefix is
-  evicted last. `CacheConfig.free_policy` decides when free pages that are not
-  cached are reused.
+  released first is evicted first. A sequence releases its last page first, so
+  its prefix is evicted last. `CacheConfig.free_policy` decides when free pages
+  that are not cached are reused.
 - Hits are never false. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches, a hash of these tokens, of
   the prefix before them, the salt, the number of calls of `new_epoch` and the
@@ -74,8 +74,9 @@ hit only if all groups can continue from it.
 
 Pools. A state of a recurrent group can take as many bytes as the K/V of 1,000
 tokens. So `CacheConfig.num_pages` can have a number for each of several pools,
-and `GroupKind.pool` is the pool of a group's pages. Groups share a pool if their
-pages have the same shape. A row gets pages of all pools that it needs, or none:
+and `GroupKind.pool` is the pool of a group's pages. Groups share a pool if
+their pages have the same shape. A row gets pages of all pools that it needs, or
+none:
 
   groups = (jaxkv.FullAttention(), jaxkv.Recurrent(pool=1))
   config = jaxkv.CacheConfig(num_pages=(4096, 64), groups=groups, ...)

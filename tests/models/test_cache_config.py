@@ -98,14 +98,14 @@ def test_windows_take_little_more_than_their_tokens(
 @pytest.mark.parametrize("decoder", [QWEN, GEMMA_26B, SMALL], ids=str)
 def test_pools_fill_the_memory_with_equally_many_conversations(decoder):
   sizes = {"num_slots": 4, "max_length": 4096}
-  least = models.cache_config(decoder, **sizes)
-  memory = 3 * _bytes(decoder, least)
+  smallest = models.cache_config(decoder, **sizes)
+  memory = 3 * _bytes(decoder, smallest)
   config = models.cache_config(decoder, **sizes, memory=memory)
   kv = jax.eval_shape(functools.partial(models.init_kv, decoder, config))
   page_bytes = jaxkv.kv.page_bytes(kv)
   assert isinstance(page_bytes, tuple)
   assert memory - sum(page_bytes) < _bytes(decoder, config) <= memory
-  extra = np.subtract(config.numbers.sizes, least.numbers.sizes)
+  extra = np.subtract(config.numbers.sizes, smallest.numbers.sizes)
   # A conversation has two states, the pages of a window, or all pages.
   pages = [
     2 if kind.holds_states else kind.most_pages(16, 0, 4096)
@@ -117,12 +117,14 @@ def test_pools_fill_the_memory_with_equally_many_conversations(decoder):
 
 def test_too_little_memory_is_refused_with_the_least():
   sizes = {"num_slots": 2, "max_length": 1024}
-  least = _bytes(SMALL, models.cache_config(SMALL, **sizes))
-  message = rf"`memory` must be at least {least} bytes for 2 sequences of 1024"
+  min_bytes = _bytes(SMALL, models.cache_config(SMALL, **sizes))
+  message = (
+    rf"`memory` must be at least {min_bytes} bytes for 2 sequences of 1024"
+  )
   with pytest.raises(ValueError, match=message):
-    models.cache_config(SMALL, **sizes, memory=least - 1)
-  config = models.cache_config(SMALL, **sizes, memory=least)
-  assert _bytes(SMALL, config) == least
+    models.cache_config(SMALL, **sizes, memory=min_bytes - 1)
+  config = models.cache_config(SMALL, **sizes, memory=min_bytes)
+  assert _bytes(SMALL, config) == min_bytes
 
 
 def test_an_offload_policy_gets_the_bytes_of_the_pages():

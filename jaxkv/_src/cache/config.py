@@ -161,8 +161,8 @@ class CacheConfig:
       With several pools, it compares all offloaded pages of a hit with the
       tokens by which they make the hit longer.
     page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`; a
-      tuple with several pools. Only an `OffloadPolicy` needs these numbers; 0 if
-      they are not known.
+      tuple with several pools. Only an `OffloadPolicy` needs these numbers; 0
+      if they are not known.
 
   Raises:
     TypeError: a field without choices has the wrong type, or `groups` is empty.

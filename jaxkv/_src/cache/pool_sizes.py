@@ -85,11 +85,11 @@ class PoolNeeds(NamedTuple):
       ValueError: the pages do not suffice for one sequence.
     """
     num_pools = len(self.running)
-    least = sum(self.least(1))
-    if num_pages < least:
-      expected = f"at least {least}, for one sequence in {num_pools} pools"
+    min_pages = sum(self.least(1))
+    if num_pages < min_pages:
+      expected = f"at least {min_pages}, for one sequence in {num_pools} pools"
       refuse(ValueError, "num_pages", expected, num_pages)
-    most_sequences = 1 + (num_pages - least) // sum(self.running)
+    most_sequences = 1 + (num_pages - min_pages) // sum(self.running)
     pool_sizes = self.least(min(num_sequences, most_sequences))
     return self.fill(pool_sizes, (1,) * num_pools, num_pages)
 
@@ -168,11 +168,10 @@ def sized_config(
   if not all(costs):
     requirement = "the bytes of a page of each pool with `memory`"
     refuse(ValueError, "page_bytes", requirement, page_bytes)
-  least = cost_of(pool_sizes, costs)
-  if memory < least:
-    requirement = (
-      f"at least {least} bytes for {num_slots} sequences of {max_length} tokens"
-    )
+  min_memory = cost_of(pool_sizes, costs)
+  if memory < min_memory:
+    sequences = f"{num_slots} sequences of {max_length} tokens"
+    requirement = f"at least {min_memory} bytes for {sequences}"
     hint = "lower num_slots or max_length"
     refuse(ValueError, "memory", requirement, memory, hint)
   return make_config(num_pages=needs.fill(pool_sizes, costs, memory))

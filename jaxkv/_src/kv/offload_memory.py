@@ -64,8 +64,9 @@ def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
   """Makes pages of zeros in offload memory, to which pages of `kv` can move.
 
   Args:
-    kv: the pages on the device, of one memory or of a tuple of memories. If they
-      are sharded by heads, the offloaded pages are sharded in the same way.
+    kv: the pages on the device, of one memory or of a tuple of memories. If
+      they are sharded by heads, the offloaded pages are sharded in the same
+      way.
     config: the configuration of the cache, with `offload_pages` above 0.
 
   Returns:
