@@ -43,16 +43,16 @@ row. If a verb has exceptions to this rule, its docstring names them.
 
 Guarantees:
 
-- Cached pages are evicted in exact LRU order: the page that was released first
-  is evicted first. A sequence releases its last page first, so its prefix is
-  evicted last. `CacheConfig.free_policy` decides when free pages that are not
-  cached are reused.
+- Each pool evicts its cached pages in exact LRU order: the page that was
+  released first is evicted first. A sequence releases its last page first, so
+  its prefix is evicted last. `CacheConfig.free_policy` decides when free pages
+  that are not cached are reused.
 - Hits are never false. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches, a hash of these tokens, of
   the prefix before them, the salt, the number of calls of `new_epoch` and the
   secret `init(key=)`. The state contains the secret, so protect saved states.
-- The cost of a decode loop does not depend on the size of the pool: none of its
-  verbs visits all pages, and the compiled loop copies no array of the pool.
+- The cost of a decode loop does not depend on the sizes of pools: none of its
+  verbs visits all pages, and the compiled loop copies no array of a pool.
 - With `CacheConfig.offload_pages`, cached pages that the device evicts move to
   offload memory, in the same LRU order. Verbs return the moves that the caller
   must perform: `kv, offload = jaxkv.kv.move(kv, offload, out.moves)`.
@@ -66,11 +66,24 @@ Kinds of layer groups (`notebooks/02_groups_windows_states`):
 | `FullAttention` | every earlier token |
 | `SlidingWindow(window)` | the last `window` tokens |
 | `ChunkedLocal(chunk)` | earlier tokens of the same chunk |
-| `Recurrent` | a recurrent state; a page holds the state at the page's end |
+| `Recurrent` | a recurrent state; a page holds one state, of all layers |
 | a subclass of `GroupKind` | the tokens that the subclass selects |
 
-Every group has a separate page table, `state.page_table[:, g]`, and all groups
-share one pool. A prefix is a hit only if all groups can continue from it.
+Every group has a separate page table, `state.page_table[:, g]`. A prefix is a
+hit only if all groups can continue from it.
+
+Pools. A state of a recurrent group can take as many bytes as the K/V of 1,000
+tokens. So `CacheConfig.num_pages` can have a number for each of several pools,
+and `GroupKind.pool` is the pool of a group's pages. Groups share a pool if
+their pages have the same shape. A row gets pages of all pools that it needs, or
+none:
+
+  groups = (jaxkv.FullAttention(), jaxkv.Recurrent(pool=1))
+  config = jaxkv.CacheConfig(num_pages=(4096, 64), groups=groups, ...)
+
+All pools share one numbering: pool 0 has pages 0 .. 4095, and pool 1 has pages
+4096 .. 4159. The first page of a pool is never given to a sequence.
+`jaxkv.models.cache_config` sizes the pools of a model from bytes.
 
 Packages. Most packages are imported when they are first used. Only modules of
 `jaxkv.host` and `jaxkv.integrations` must be imported by name.
@@ -110,14 +123,15 @@ Terms:
 
 | term | meaning |
 |---|---|
-| page | memory for the K/V of `page_size` tokens, identified by its number |
+| page | memory for the K/V of `page_size` tokens or for a recurrent state |
+| page number | the identity of a page, unique over all pools; also page id |
 | null page | page 0, without tokens; replaces pages that a group skips |
-| pool | all pages, with the queue of free pages and the prefix index |
+| pool | pages of one size in bytes, with a queue of the free ones |
 | slot | a place in the cache for one sequence, which can be empty |
 | sequence | the tokens of a slot |
 | page table | the page numbers of each slot and group, in order |
 | column | a position in a row of the page table |
-| group | layers with the same cache behaviour; all groups share the pool |
+| group | layers with the same cache behaviour, with pages of one pool |
 | row | one entry of a call's batch; in the page table, a slot and a group |
 | prefix | the first tokens of a sequence, up to the end of a page |
 | key | a 128-bit hash of a page's tokens and of the prefix before them |
@@ -134,10 +148,10 @@ Letters of array shapes:
 | B | slots |
 | R | rows of one call |
 | M | columns of a page-table row |
-| N, N2 | pages in the pool, offloaded pages |
+| N, N2 | pages of all pools, offloaded pages |
 | S | tokens per page |
 | T | tokens |
-| P | whole pages in T tokens, T // S |
+| P | whole pages in T tokens, T // S; in counts of pages, pools |
 | A | alignment: the least common multiple of the groups' page sizes |
 | W | items that one iteration of a loop processes together |
 | C, Z | entries of the free queue, buckets of the index |

@@ -14,11 +14,11 @@ the letters of array shapes.
 | `attend` | computes attention over the tokens of a sequence |
 | `attend_with_lse` | the same, and returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
-| `page_bytes` | counts the bytes of a page, for a `OffloadPolicy` |
+| `page_bytes` | counts the bytes of a page of each pool |
 | `init_offload` | makes empty pages in host memory, for evicted pages |
 | `move` | moves pages between device and host, as verbs require |
 | `gather` | gathers sequences into dense arrays |
-| `init_states` | makes empty states of recurrent layers, one for each page |
+| `init_states` | makes empty states of recurrent layers, one in each page |
 | `read_state`, `write_state` | read and write states of recurrent layers |
 | `init_expert_ids` | makes empty pages of expert ids |
 | `write_expert_ids`, `read_expert_ids` | write and read expert ids |
@@ -30,8 +30,8 @@ the letters of array shapes.
 | `View`, `PackedView`, `FreshView` | the part of the state that a call reads |
 | `Batch` | the tokens of one call of a model, and their views |
 | `LayerPlan`, `LayerMemory` | layers of a model, and their memory in a call |
-| `KVPages`, `StatePages`, `ExpertIdPages` | pools of pages |
-| `Pools` | a pool or a tuple of pools |
+| `KVPages`, `StatePages`, `ExpertIdPages` | memories: the pages of a pool |
+| `Pools` | a memory or a tuple of memories |
 
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop. An argument whose type or
@@ -98,20 +98,30 @@ reads the state before its new tokens and writes the state after them:
   states = jaxkv.kv.write_state(states, view, layer, after)
 
 Sequences that reuse a full page start from its state. So the tokens of one call
-should not cross the end of a page. `write_state` explains the exceptions.
+should not cross the end of a page whose state is kept. `write_state` explains
+the exceptions. With a `jaxkv.StateRetention`, few states are kept.
 
 Expert ids. `ExpertIdPages` hold the ids of the experts that computed a token. A
 sequence that reuses a cached page also reuses its ids. With
 `record_experts=True`, `jaxkv.models.init_kv` makes such pages for a model.
 
-Several pools. If layer groups need memory of different shapes, the memory of a
-cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
-pools. `copy`, `check`, `page_bytes`, `init_offload`, `move` and `jaxkv.rollout`
-take the tuple. The other functions take one pool.
+Several memories. A memory has the pages of one pool of the cache, that of its
+layer group. If layer groups need memory of different shapes, the memory of a
+cache is a tuple, such as `(kv, states)`:
+
+  groups = (jaxkv.FullAttention(), jaxkv.Recurrent(pool=1))
+  config = jaxkv.CacheConfig(num_pages=(4096, 64), groups=groups, ...)
+  kv = jaxkv.kv.init(config, group=0, num_layers=8, ...)
+  states = jaxkv.kv.init_states(config, group=1, num_layers=24, shapes=shapes)
+
+Page numbers are those of the cache everywhere, and a memory ignores pages of
+other pools. `copy`, `check`, `page_bytes`, `init_offload`, `move` and
+`jaxkv.rollout` take the tuple. The other functions take one memory.
 
 Offload memory. With `CacheConfig.offload_pages`, cached pages that the device
 evicts move to offload memory, and return to the device when a sequence hits
-them. Both memories together keep the most recently used pages. Verbs that use
+them. Both memories together keep the most recently used pages of each pool.
+With several pools, `offload_pages` has a number for each pool. Verbs that use
 free pages return the necessary moves. Perform the moves before you write to any
 page:
 
@@ -124,8 +134,9 @@ Each verb numbers its moves, and the offload memory counts those that it made.
 
   jaxkv.kv.check(kv, config, offload=offload, state=state)
 
-A return can cost more than it saves. With a `OffloadPolicy`, pages return only
-if this takes less time than computing their tokens again:
+A return can cost more than it saves. With an `OffloadPolicy`, pages return only
+if this takes less time than computing their tokens again. With several pools,
+all pages of a hit return, or none:
 
   policy = jaxkv.OffloadPolicy(bytes_per_second=16e9, tokens_per_second=23e3)
   size = jaxkv.kv.page_bytes(jax.eval_shape(init_kv))
@@ -134,7 +145,7 @@ if this takes less time than computing their tokens again:
 A lookup prefers a page on the device to an equal offloaded page. A page in use
 never moves, and `merge_duplicates` does not replace a page with an offloaded
 one. All counts of free pages, `keep_free` and the watermark of a rollout count
-device pages only. One pool as large as both memories would have the same hits,
+device pages only. Pools as large as both memories would have the same hits,
 unless equal pages are cached twice, for example because two sequences computed
 them at once. In tests, moves run on CPUs and GPUs and are compiled for TPUs.
 """

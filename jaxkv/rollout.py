@@ -58,6 +58,9 @@ shape is wrong.
 Call `generate` inside `jit`, with the state donated. Outside of `jit`, every
 call compiles again, for about 15 s.
 
+A cache can have several pools of pages, see `jaxkv.models.cache_config`. A
+sequence is admitted, and continues, only while all pools have pages for it.
+
 `help(jaxkv.sharding)` explains rollouts on several devices, and saving.
 """
 

@@ -99,6 +99,27 @@ def test_every_group_has_a_row():
   assert "null page" in texts
 
 
+def test_every_pool_has_a_grid_and_a_free_queue():
+  config = jaxkv.CacheConfig(
+    num_pages=(9, 5),
+    page_size=4,
+    num_slots=1,
+    pages_per_slot=8,
+    groups=(jaxkv.FullAttention(), jaxkv.Recurrent(pool=1)),
+  )
+  state, _ = jaxkv.allocate(jaxkv.init(config), _ints(7))
+  assert page_kinds(state)[8:12] == ["free", "null", "in use", "free"]
+  picture = show(state)
+  assert repr(picture) == "slot 0 has 2 pages; 3 pages in use, 9 free"
+  texts = _texts(picture)
+  start = texts.index("pool 0")
+  numbers = [text for text in texts[start:] if text.isdigit()]
+  expected = [*range(9), *jaxkv.free_pages(state, pool=0)]
+  expected += [*range(9, 14), *jaxkv.free_pages(state, pool=1)]
+  assert numbers == list(map(str, expected))
+  assert texts.count("free queue") == 2 and "pool 1" in texts
+
+
 def test_summary_names_pages_by_kind(state):
   assert repr(show(state, title="A fork")) == (
     "A fork: slot 0 has 2 pages, slot 2 has 2 pages; "

@@ -1,4 +1,4 @@
-"""Draws a cache: its slots, pages and free queue."""
+"""Draws a cache: its slots, and the pages and the free queue of each pool."""
 
 import dataclasses
 import html
@@ -55,14 +55,16 @@ def page_kinds(state: CacheState) -> list[str]:
   """Returns the kind of each of N pages, a key of `_LOOKS`.
 
   A page is "cached" if it is free and in the prefix index, "shared" if several
-  page-table entries name it, and "pinned" if `pin` or `touch` holds it.
+  page-table entries name it, and "pinned" if `pin` or `touch` holds it. The
+  first page of each pool, which no sequence can get, counts as "null".
   """
   held = np.asarray(state.pool.ref_count)
   pinned = np.asarray(state.pool.pin_count) > 0
   cached = set(cached_pages(state))
+  first_pages = state.config.numbers.first_pages
 
   def kind(page: int) -> str:
-    if page == 0:
+    if page in first_pages:
       return "null"
     if held[page] == 0:
       return "cached" if page in cached else "free"
@@ -93,14 +95,15 @@ class Picture:
 
 
 def show(state: CacheState, *, title: str = "") -> Picture:
-  """Draws a cache: its slots, its pool of pages and its free queue.
+  """Draws a cache: its slots, its pools of pages and their free queues.
 
   Each cell is a page with its number. The colour shows the page's kind: in use
   by one sequence, shared by several, pinned, free, or free but still cached. A
   dot marks a page that is in use and cached, which a new sequence can share.
   The row of a slot has the pages of its sequence in order, and the length of
   the sequence in tokens. In a page that is not full, a bar shows the filled
-  part. The free queue has free pages in the order in which they will be popped.
+  part. A free queue has free pages in the order in which they will be popped.
+  With several pools, each pool is drawn, with its first page as a null page.
 
   Call the function outside `jit`, because it draws on the host.
 
@@ -144,8 +147,9 @@ def show(state: CacheState, *, title: str = "") -> Picture:
     drawing.text(0, 0.3, title, 0.46, bold=True)
     drawing.bottom += 1.1
   drawing.draw_slots()
-  drawing.draw_pool()
-  drawing.draw_free_queue()
+  for pool in range(state.config.num_pools):
+    drawing.draw_pool(pool)
+    drawing.draw_free_queue(pool)
   drawing.draw_legend()
   return Picture(svg=drawing.svg(summary), summary=summary)
 
@@ -239,15 +243,19 @@ class _Drawing:
       )
     self.bottom += 1.0
 
-  def draw_pool(self) -> None:
-    """Draws every page of the pool, by number."""
-    self.text(0, self.bottom + 0.5, "pool", bold=True)
-    self.draw_grid(range(len(self.kinds)), 1.0)
+  def draw_pool(self, pool: int) -> None:
+    """Draws every page of a pool, by number."""
+    numbers = self.state.config.numbers
+    name = "pool" if numbers.num_pools == 1 else f"pool {pool}"
+    self.text(0, self.bottom + 0.5, name, bold=True)
+    first_page = numbers.first_pages[pool]
+    pages = range(first_page, first_page + numbers.sizes[pool])
+    self.draw_grid(pages, 1.0)
     self.bottom += 0.6
 
-  def draw_free_queue(self) -> None:
-    """Draws the free pages in the order in which they will be popped."""
-    pages = free_pages(self.state)
+  def draw_free_queue(self, pool: int) -> None:
+    """Draws a pool's free pages in the order in which they will be popped."""
+    pages = free_pages(self.state, pool=pool)
     y = self.bottom + 0.5 * _QUEUE_SCALE
     arrow = "next \N{RIGHTWARDS ARROW}"
     self.text(0, y, "free queue", bold=True)

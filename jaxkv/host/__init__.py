@@ -10,7 +10,8 @@ salts and adapters, keep requests from sharing pages.
 
 `manager.state` is a copy of the cache as a `jaxkv.CacheState`, for jitted
 loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`,
-and `manager.take` continues from the state that the loop returns.
+and `manager.take` continues from the state that the loop returns. All groups of
+a manager share one pool of pages, as in vLLM and eSurge.
 
 Two kinds of layer groups exist here only, and `manager.state` refuses them:
 `CrossAttention`, whose pages hold the tokens of an encoder, and

@@ -124,9 +124,9 @@ def test_random_moves_equal_those_of_a_list(sizes):
   for _ in range(300):
     move = draws.integers(4)
     pool = int(draws.integers(len(sizes)))
-    one = np.eye(len(sizes), dtype=np.int32)[pool]
+    counts = np.eye(len(sizes), dtype=np.int32)[pool]
     if move == 0 and expected[pool]:
-      queue, out = free_queue.pop(queue, jnp.asarray(one), window=16)
+      queue, out = free_queue.pop(queue, jnp.asarray(counts), window=16)
       pages = out.pages[out.valid].tolist()
       if pages:  # None where only stale entries are in front.
         assert pages == [expected[pool].pop(0)]
@@ -139,8 +139,8 @@ def test_random_moves_equal_those_of_a_list(sizes):
     elif outside:
       page = outside.pop(int(draws.integers(len(outside))))
       pool = int(numbers.pool_of(jnp.int32(page)))
-      one = np.eye(len(sizes), dtype=np.int32)[pool]
-      roomy = reserve(queue, jnp.asarray(one))
+      counts = np.eye(len(sizes), dtype=np.int32)[pool]
+      roomy = reserve(queue, jnp.asarray(counts))
       sweeps += int(jnp.sum(roomy.span) < jnp.sum(queue.span))
       push = push_back if move == 2 else push_front
       queue = push(roomy, page)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 import tqdm
 
+import jaxkv
 from jaxkv import __main__ as command_line
 from jaxkv import models
+from jaxkv import rollout
 from jaxkv._src.commands import characters
 from jaxkv._src.commands import rollout as command
 from jaxkv._src.commands.output import CommandError
@@ -119,6 +121,30 @@ class TestRollout:
     assert _status(main) == 0
     assert len(updates) >= 4
     assert updates[0] < sum(updates) / 8
+
+  def test_bytes_are_those_of_the_pages_of_each_pool(self):
+    decoder = models.llama(
+      vocab_size=11, num_layers=3, embed_dim=8, num_heads=2, num_kv_heads=1,
+      head_dim=8, mlp_dim=8, windows=(4, 4, None),
+    )  # fmt: skip
+    config = models.cache_config(decoder, num_slots=2, max_length=32)
+    state = rollout.init(
+      jaxkv.init(config),
+      models.init_kv(decoder, config),
+      rollout.Requests([[1, 2, 3]], [3]),
+      jax.random.key(0),
+      rollout.RolloutConfig(max_new_tokens=4),
+    )
+    peaks = jnp.asarray([3, 2], jnp.int32)
+    counters = dataclasses.replace(state.counters, peak_pages=peaks)
+    state = dataclasses.replace(state, counters=counters)
+    metrics = command._metrics(state)
+    assert metrics["pages"] == config.num_pages
+    assert metrics["peak_pages"] == [3, 2]
+    # A token of a layer has a key and a value of 8 numbers in float32.
+    num_bytes = (3 * 2 + 2 * 1) * 16 * 64
+    table = dict(command._rows(metrics | {"seconds": 1, "compile_seconds": 1}))
+    assert table["K/V bytes used"] == f"{num_bytes:,} at the peak of each pool"
 
   def test_default_prompts_share_a_preamble(self):
     prompts = command.default_prompts(_PARAGRAPHS).values()

@@ -117,7 +117,7 @@ def test_local_layers_recycle_pages():
   assert decoder.plan.groups.num_layers == (5, 1)
   _, state = _rolled_out(decoder, num_pages=400)
   tokens = sum(int(length) for length in state.queue.length)
-  pages = int(state.counters.peak_pages)
+  pages = int(state.counters.peak_pages.sum())
   # Window 8 in pages of 4: at most 3 pages of each group, and a chunk of 16.
   assert pages <= -(-tokens // 4) + 4 + 4 * (3 + 4)
 

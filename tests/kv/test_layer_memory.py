@@ -45,6 +45,19 @@ def test_each_layer_has_its_part_of_a_pool():
     ranks[group] += 1
 
 
+def test_pools_are_sized_from_bytes():
+  sizes = {"num_slots": 1, "max_length": 16, "page_size": 4}
+  # A token of a layer has a key and a value of 8 numbers in float32.
+  page_bytes = (3 * 4 * 64, 2 * 4 * 64)
+  config = _PLAN.cache_config(**sizes, memory=2**16, page_bytes=page_bytes)
+  kv = jax.eval_shape(lambda: _PLAN.init_kv(config, **_SIZES))
+  assert paged.page_bytes(kv) == page_bytes
+  num_bytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(kv))
+  assert 2**16 - sum(page_bytes) < num_bytes <= 2**16
+  with pytest.raises(ValueError, match="`page_bytes` must be the bytes of"):
+    _PLAN.cache_config(**sizes, memory=2**16)
+
+
 def test_memory_of_other_groups_is_refused():
   kv = _PLAN.init_kv(_config(), **_SIZES)
   with pytest.raises(

@@ -182,11 +182,11 @@ def test_moves_stay_in_their_pools():
   # The offloaded pages of the three pools have numbers from 0, 3 and 7 on.
   saved_to = [1, 5, 9]
   pages = [[2, 6, 15], [4, 9, 20]]
-  none = [Moves.NONE] * 3
+  no_pages = [Moves.NONE] * 3
   move = jax.jit(memory.move)
   out = kv
   for page, targets, sources in zip(
-    pages, (saved_to, none), (none, saved_to), strict=True
+    pages, (saved_to, no_pages), (no_pages, saved_to), strict=True
   ):
     rows = (jnp.asarray(row, jnp.int32) for row in (page, targets, sources))
     names = ("page", "saved_to", "restored_from")

@@ -98,14 +98,14 @@ def test_windows_take_little_more_than_their_tokens(
 @pytest.mark.parametrize("decoder", [QWEN, GEMMA_26B, SMALL], ids=str)
 def test_pools_fill_the_memory_with_equally_many_conversations(decoder):
   sizes = {"num_slots": 4, "max_length": 4096}
-  least = models.cache_config(decoder, **sizes)
-  memory = 3 * _bytes(decoder, least)
+  smallest = models.cache_config(decoder, **sizes)
+  memory = 3 * _bytes(decoder, smallest)
   config = models.cache_config(decoder, **sizes, memory=memory)
   kv = jax.eval_shape(functools.partial(models.init_kv, decoder, config))
   page_bytes = jaxkv.kv.page_bytes(kv)
   assert isinstance(page_bytes, tuple)
   assert memory - sum(page_bytes) < _bytes(decoder, config) <= memory
-  extra = np.subtract(config.numbers.sizes, least.numbers.sizes)
+  extra = np.subtract(config.numbers.sizes, smallest.numbers.sizes)
   # A conversation has two states, the pages of a window, or all pages.
   pages = [
     2 if kind.holds_states else kind.most_pages(16, 0, 4096)
@@ -117,12 +117,28 @@ def test_pools_fill_the_memory_with_equally_many_conversations(decoder):
 
 def test_too_little_memory_is_refused_with_the_least():
   sizes = {"num_slots": 2, "max_length": 1024}
-  least = _bytes(SMALL, models.cache_config(SMALL, **sizes))
-  message = rf"`memory` must be at least {least} bytes for 2 sequences of 1024"
+  min_bytes = _bytes(SMALL, models.cache_config(SMALL, **sizes))
+  message = (
+    rf"`memory` must be at least {min_bytes} bytes for 2 sequences of 1024"
+  )
   with pytest.raises(ValueError, match=message):
-    models.cache_config(SMALL, **sizes, memory=least - 1)
-  config = models.cache_config(SMALL, **sizes, memory=least)
-  assert _bytes(SMALL, config) == least
+    models.cache_config(SMALL, **sizes, memory=min_bytes - 1)
+  config = models.cache_config(SMALL, **sizes, memory=min_bytes)
+  assert _bytes(SMALL, config) == min_bytes
+
+
+def test_an_offload_policy_gets_the_bytes_of_the_pages():
+  policy = jaxkv.OffloadPolicy(bytes_per_second=1e9, tokens_per_second=1e3)
+  options = {"offload_pages": (4, 4), "offload_policy": policy}
+  sizes = {"num_slots": 2, "max_length": 64, "memory": 2**20}
+  config = models.cache_config(SMALL, **sizes, **options)
+  kv = jax.eval_shape(functools.partial(models.init_kv, SMALL, config))
+  assert config.page_bytes == jaxkv.kv.page_bytes(kv)
+  assert config.num_pages == models.cache_config(SMALL, **sizes).num_pages
+  # The caller's bytes are kept.
+  options["page_bytes"] = (7, 9)
+  config = models.cache_config(SMALL, num_slots=2, max_length=64, **options)
+  assert config.page_bytes == (7, 9)
 
 
 def test_a_number_of_pages_is_divided():
@@ -204,6 +220,11 @@ def test_all_slots_run_in_the_least_memory(mixers, steps):
   )
   rollout.check(state)
   assert int(state.counters.preempted) == 0
+  peaks = np.asarray(state.counters.peak_pages)
+  assert np.all(peaks < config.num_pages)
+  for kind, peak in zip(config.groups, peaks, strict=True):
+    # The last state at a page end, and the running state.
+    assert not kind.holds_states or peak == 2 * slots
   # Prompts take at most a step for each page, and then all slots decode.
   num_steps = math.ceil(prompt / 4) * slots + new
   assert int(state.counters.steps) <= num_steps + 2

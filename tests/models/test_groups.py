@@ -60,17 +60,17 @@ def test_a_memory_layer_is_the_rank_of_a_layer_in_its_group(name):
   """Also in the repeats of a pattern, whose groups are static."""
   layers, (num_layers, _), _ = _DECODERS[name]
   decoder = tiny.decoder(layers)
-  found = []
+  group_layers = []
   for segment in groups.segments(decoder):
     for repeat in range(segment.num_repeats):
       for pattern_index in range(len(segment.pattern)):
         location = stack._location(decoder, segment, pattern_index, repeat)
-        found.append((location.group, location.layer))
+        group_layers.append((location.group, location.layer))
   by_layer = groups.groups_of(decoder).locations
-  assert found == [tuple(location) for location in by_layer]
+  assert group_layers == [tuple(location) for location in by_layer]
   expected = [
     (group, rank)
     for group, count in enumerate(num_layers)
     for rank in range(count)
   ]
-  assert sorted(found) == expected
+  assert sorted(group_layers) == expected

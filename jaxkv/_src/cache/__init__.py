@@ -11,7 +11,9 @@ own line of this table and on the lines below it:
 | `state`, `stats` | the state, its counters, statuses, the decorator `verb` |
 | `pool/` | pages: reference counts, the free queue, page-table rows |
 | `prefix/` | page keys, the prefix index, publication rules |
+| `pool_sizes` | sizes of pools, from bytes or numbers of pages |
 | `config` | the static sizes and options |
+| `page_numbers` | the numbers of the pages of all pools |
 | `group_kinds` | kinds of layer groups, and their sizes in pages |
 
 `invariants` checks a state; `describe` formats it for `repr`.

@@ -86,8 +86,10 @@ class StateRetention:
   past them, once the pool had to evict a page. Other states leave only by
   eviction.
 
-  A sequence has at most two states besides its running state, which moves from
-  page to page with the sequence. The other groups publish every page.
+  A sequence holds at most two states if `recycle` comes before each `allocate`:
+  the last one at a page end, and the running state, which moves from page to
+  page with the sequence. Other kept states are in free pages, and stay cached
+  until they are evicted. The other groups publish every page.
 
   Attributes:
     interval: the number of tokens, a multiple of `CacheConfig.alignment`, or 0
@@ -159,8 +161,8 @@ class CacheConfig:
       With several pools, it compares all offloaded pages of a hit with the
       tokens by which they make the hit longer.
     page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`; a
-      tuple with several pools. Only a `OffloadPolicy` needs these numbers; 0 if
-      they are not known.
+      tuple with several pools. Only an `OffloadPolicy` needs these numbers; 0
+      if they are not known.
 
   Raises:
     TypeError: a field without choices has the wrong type, or `groups` is empty.

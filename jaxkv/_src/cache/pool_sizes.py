@@ -7,7 +7,6 @@ needs the pages of all groups.
 
 import functools
 import operator
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.config import OffloadPolicy
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
 
@@ -85,11 +85,11 @@ class PoolNeeds(NamedTuple):
       ValueError: the pages do not suffice for one sequence.
     """
     num_pools = len(self.running)
-    least = sum(self.least(1))
-    if num_pages < least:
-      expected = f"at least {least}, for one sequence in {num_pools} pools"
+    min_pages = sum(self.least(1))
+    if num_pages < min_pages:
+      expected = f"at least {min_pages}, for one sequence in {num_pools} pools"
       refuse(ValueError, "num_pages", expected, num_pages)
-    most_sequences = 1 + (num_pages - least) // sum(self.running)
+    most_sequences = 1 + (num_pages - min_pages) // sum(self.running)
     pool_sizes = self.least(min(num_sequences, most_sequences))
     return self.fill(pool_sizes, (1,) * num_pools, num_pages)
 
@@ -110,7 +110,7 @@ def sized_config(
   num_pages: int | tuple[int, ...] | None,
   options: Mapping[str, Any],
   memory: int | None = None,
-  page_bytes: Callable[[CacheConfig], int | tuple[int, ...]] | None = None,
+  page_bytes: int | tuple[int, ...] = 0,
 ) -> CacheConfig:
   """Implements `jaxkv.models.cache_config` for layer groups.
 
@@ -124,13 +124,16 @@ def sized_config(
     num_pages: pages of all pools, or a tuple with those of each pool.
     options: other fields of `CacheConfig`.
     memory: bytes of all pools.
-    page_bytes: returns the bytes of a page of each pool; needed for `memory`.
+    page_bytes: bytes of a page of each pool, for `memory` and for an
+      `OffloadPolicy` in `options`; 0 for those in `options`.
   """
   num_slots = as_count("num_slots", num_slots, 1)
   max_length = as_count("max_length", max_length, 1)
   page_size = as_count("page_size", page_size, 1)
   prefill_chunk = as_count("prefill_chunk", prefill_chunk, 1)
   decode_tokens = as_count("decode_tokens", decode_tokens, 1)
+  if isinstance(options.get("offload_policy"), OffloadPolicy):
+    options = {"page_bytes": page_bytes, **options}
   make_config = functools.partial(
     CacheConfig,
     page_size=page_size,
@@ -156,17 +159,19 @@ def sized_config(
       num_pages = needs.divide(num_pages, num_slots)
     return make_config(num_pages=num_pages)
   config = make_config(num_pages=needs.least(num_slots))
-  if memory is None or page_bytes is None:
+  if memory is None:
     return config
   memory = as_int("memory", memory)
   pool_sizes = config.numbers.sizes
-  costs = page_bytes(config)
+  costs = config.page_bytes or page_bytes
   costs = costs if isinstance(costs, tuple) else (costs,)
-  least = cost_of(pool_sizes, costs)
-  if memory < least:
-    requirement = (
-      f"at least {least} bytes for {num_slots} sequences of {max_length} tokens"
-    )
+  if not all(costs):
+    requirement = "the bytes of a page of each pool with `memory`"
+    refuse(ValueError, "page_bytes", requirement, page_bytes)
+  min_memory = cost_of(pool_sizes, costs)
+  if memory < min_memory:
+    sequences = f"{num_slots} sequences of {max_length} tokens"
+    requirement = f"at least {min_memory} bytes for {sequences}"
     hint = "lower num_slots or max_length"
     refuse(ValueError, "memory", requirement, memory, hint)
   return make_config(num_pages=needs.fill(pool_sizes, costs, memory))

@@ -122,13 +122,13 @@ class CacheState:
 
   Invariants, each tested by `check_invariants`:
     tables: row (b, g) has `num_skipped_pages[b, g]` columns with null pages,
-      then pages up to column `num_pages[b, g] - 1`, then NO_PAGE. A recurrent
-      group can have null pages between these pages.
+      then pages of the group's pool up to column `num_pages[b, g] - 1`, then
+      NO_PAGE. A recurrent group can have null pages between these pages.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
-    free: the queue holds each page without references once, except page 0. The
-      queue of offload pages holds each offload page once.
+    free: the queue of a pool holds each page without references once, except
+      the pool's first page. The queue of offload pages holds each of them once.
     index: the buckets hold each cached page under its key, and no other page.
     keys: the keys and hashes of a slot match the tokens in its pages.
 
@@ -146,7 +146,7 @@ class CacheState:
     root: the `hashing.root_key` of sequences without a salt in this epoch; None
       without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
-    pool: the pages' reference counts, the free queue and the prefix index.
+    pool: reference counts, free queues and prefix index of all pools' pages.
     stats: counters; `jaxkv.stats` adds the counters of offload pages.
     epoch: the version of the weights; `new_epoch` adds 1.  # uint32[]
     error: the `Status` of the first failure, see `sticky`.  # int32[]

@@ -140,5 +140,6 @@ def gathered(
   totals = {}
   for name in metrics:
     of_all = np.max if name in _EQUAL_OR_LARGEST else np.sum
-    totals[name] = of_all([part[name] for part in all_metrics]).item()
+    # Counts by pool are added pool by pool.
+    totals[name] = of_all([part[name] for part in all_metrics], axis=0).tolist()
   return results, totals

@@ -293,7 +293,9 @@ def _metrics(state: rollout.RolloutState) -> dict[str, Any]:
     "page_bytes": jaxkv.kv.page_bytes(state.memory.kv),
     "prompt_tokens": int(jnp.sum(state.queue.prompt_length)),
     **{
-      name: int(count) for name, count in counts.items() if not np.ndim(count)
+      name: np.asarray(count).tolist()
+      for name, count in counts.items()
+      if name != "calls"
     },
   }
 
@@ -336,11 +338,10 @@ def _printed_texts(texts: list[dict[str, Any]]) -> str:
 
 
 def _bytes_used(f: dict[str, Any]) -> str:
-  """Returns the bytes of pages in use, or with several pools of all pages."""
-  if isinstance(f["page_bytes"], int):
-    return f"{f['peak_pages'] * f['page_bytes']:,} at the peak"
-  pairs = zip(f["pages"], f["page_bytes"], strict=True)
-  return f"{sum(pages * size for pages, size in pairs):,} in all pools"
+  """Returns the bytes of pages in use, at the peak of each pool."""
+  num_bytes = np.multiply(f["peak_pages"], f["page_bytes"], dtype=np.int64)
+  suffix = "" if num_bytes.ndim == 0 else " of each pool"
+  return f"{num_bytes.sum():,} at the peak{suffix}"
 
 
 def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:

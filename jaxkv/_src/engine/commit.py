@@ -94,8 +94,9 @@ def count_step(
     num_calls = num_calls + num_decodes
     rows = rows + num_decodes * slots.size
     calls += jnp.where(widths == 0, num_decodes, 0)
-  in_use = jnp.sum(num_in_use(cache.pool), dtype=jnp.int32)
-  shared = jnp.sum(held_pages(cache), dtype=jnp.int32) - in_use
+  in_use = num_in_use(cache.pool).reshape(counters.peak_pages.shape)
+  shared = jnp.sum(held_pages(cache), dtype=jnp.int32)
+  shared -= jnp.sum(in_use, dtype=jnp.int32)
   target_rows = indexing.where_valid(counts > 0, slots.row)
   computed = indexing.take(queue.computed, target_rows)
   recomputed = jnp.clip(computed - old_cache.length, 0, counts)

@@ -94,7 +94,8 @@ class Counters:
     preempted: preemptions of running sequences. Samples that return to the
       queue because their leader was preempted, or because no page was free for
       their fork, do not count.
-    peak_pages: maximum number of pages in use.  # int32[]
+    peak_pages: maximum number of pages in use, with several pools the maximum
+      of each pool.  # int32[] or int32[P]
     peak_shared: maximum of (page-table entries - pages in use).  # int32[]
   """
 
@@ -112,11 +113,11 @@ class Counters:
   peak_shared: Array
 
 
-def init_counters(num_widths: int) -> Counters:
+def init_counters(num_widths: int, num_pools: int) -> Counters:
   """Returns zeros, with one entry of `calls` for each width."""
   names = [field.name for field in dataclasses.fields(Counters)]
   counts: dict[str, Any] = {name: Count.zeros() for name in names}
   counts["calls"] = Count.zeros((num_widths,))
-  for name in ("peak_pages", "peak_shared"):
-    counts[name] = jnp.zeros((), jnp.int32)
+  counts["peak_pages"] = jnp.zeros((num_pools,) * (num_pools > 1), jnp.int32)
+  counts["peak_shared"] = jnp.zeros((), jnp.int32)
   return Counters(**counts)

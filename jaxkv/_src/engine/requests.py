@@ -307,9 +307,9 @@ def check_fits(
   )
   pairs = zip(needed, cache_config.numbers.sizes, strict=True)
   if longest and any(count > size for count, size in pairs):
-    least = needed if cache_config.num_pools > 1 else max(needed)
+    min_pages = needed if cache_config.num_pools > 1 else max(needed)
     raise ValueError(
-      f"`CacheConfig.num_pages` must be at least {least} for the longest "
+      f"`CacheConfig.num_pages` must be at least {min_pages} for the longest "
       f"sequence of {longest} tokens, got {cache_config.num_pages}."
     )
 

@@ -429,7 +429,7 @@ def _begin(
     slots=dataclasses.replace(slots, row=row),
     memory=memory,
     key=key,
-    counters=init_counters(2),
+    counters=init_counters(2, memory.cache.config.num_pools),
   )
 
 

@@ -187,6 +187,7 @@ def _init(
   queue = fail(queue, rows, is_stale, jnp.full_like(rows, Status.STALE))
   queue = dataclasses.replace(queue, next_id=_next_id(queue, first_id, config))
   num_slots = cache.config.num_slots
+  num_widths = len(schedule.widths(config))
   log = None
   if config.timeline:
     log = jnp.zeros((config.timeline, 3, num_slots), jnp.int32)
@@ -197,7 +198,7 @@ def _init(
     slots=init_slots(num_slots, queue),
     memory=absent,
     key=absent,
-    counters=init_counters(len(schedule.widths(config))),
+    counters=init_counters(num_widths, cache.config.num_pools),
     log=log,
   )
 

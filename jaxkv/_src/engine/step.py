@@ -10,7 +10,7 @@ they have no work:
 | admit    | waiting sequences take empty slots and cached prefixes         |
 | draft    | speculation proposes tokens, if pages are free for them        |
 | grow     | reserves pages for the next tokens of all slots; evicted pages |
-|          | move to offload memory                                            |
+|          | move to offload memory                                         |
 | make way | forks without a page return to the queue; a sequence is        |
 |          | preempted if another one got no page                           |
 | schedule | chooses the tokens of the step                                 |
@@ -152,24 +152,9 @@ def step(
     drafts = propose_drafts(params, queue, slots, cache, config, draft)
   num_drafts = None if drafts is None else drafts.counts
   widths = schedule.widths(config) if scoring is None else scoring.widths
-  planned = None
-  if cache.config.state_retention is not None:
-    # The running state gets a page only in the column of the step's last token.
-    # So the tokens are chosen before their pages are reserved.
-    no_slot = jnp.zeros(slots.row.shape, bool)
-    planned, _ = _schedule(state, no_slot, None, widths, buffers.answers)
+  planned = _plan_tokens(state, widths, buffers.answers)
   with jax.named_scope("grow"):
-    cache, starved = grow.grow(
-      queue,
-      slots,
-      cache,
-      num_drafts,
-      config,
-      None if planned is None else planned.counts,
-    )
-    # Evicted pages move to offload memory before new tokens overwrite them.
-    memory = move_pages(dataclasses.replace(memory, cache=cache))
-    state = _replaced(state, queue, slots, memory)
+    state, starved = _reserve_pages(state, num_drafts, planned)
     state, leaving = _make_way(state, forks, leaders, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
@@ -320,6 +305,44 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
   )
   with jax.named_scope("rare/enter"):
     return loops.at_most_once(is_possible, enter, state)
+
+
+def _plan_tokens(
+  state: RolloutState, widths: tuple[Width, ...], answers: AnswerCounts | None
+) -> Work | None:
+  """Chooses the tokens of the step, if their pages depend on them.
+
+  Returns:
+    The tokens, if every slot gets pages; None without a `StateRetention`, with
+    which the running state gets a page only in the column of the last token.
+  """
+  cache = state.memory.cache
+  if cache.config.state_retention is None:
+    return None
+  no_slot = jnp.zeros(state.slots.row.shape, bool)
+  planned, _ = _schedule(state, no_slot, None, widths, answers)
+  return planned
+
+
+def _reserve_pages(
+  state: RolloutState, num_drafts: Array | None, planned: Work | None
+) -> tuple[RolloutState, Array]:
+  """Reserves pages for the next tokens of all slots, and moves evicted pages.
+
+  Returns:
+    The state; bool[B], slots that got no page.
+  """
+  cache, starved = grow.grow(
+    state.queue,
+    state.slots,
+    state.memory.cache,
+    num_drafts,
+    state.config,
+    None if planned is None else planned.counts,
+  )
+  # Evicted pages move to offload memory before new tokens overwrite them.
+  memory = move_pages(dataclasses.replace(state.memory, cache=cache))
+  return dataclasses.replace(state, memory=memory), starved
 
 
 def _make_way(

@@ -64,7 +64,7 @@ class CacheManager(Inspection):
       `take_moves` in each step.
     offload_policy: the pages that return from offload memory; see
       `CacheConfig`.
-    page_bytes: bytes of a page, for a `OffloadPolicy`.
+    page_bytes: bytes of a page, for an `OffloadPolicy`.
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:

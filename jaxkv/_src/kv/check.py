@@ -34,7 +34,7 @@ def check(
   from `init` with the same config always passes.
 
   Args:
-    kv: the pages, of one pool or of a tuple of pools.
+    kv: the pages, of one memory or of a tuple of memories.
     config: the configuration of the cache, `state.config`.
     offload: the offloaded pages; None to check only `kv`.
     state: the cache, to compare the moves that it planned with those that
@@ -64,11 +64,11 @@ def check(
       config.page_sizes[group] for group in config.groups_of_pools[pool]
     }
   }
-  found = set()
+  first_pages = set()
   for index, pool in enumerate(pools_of(kv)):
     check_not_donated("kv", jax.tree.leaves(pool)[0])
     shape = pool.first_page, pool.num_pages, pool.page_size
-    found.add(pool.first_page)
+    first_pages.add(pool.first_page)
     if shape not in shapes:
       name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
       expected = " or ".join(map(_described, sorted(shapes)))
@@ -76,7 +76,7 @@ def check(
         f"`{name}` must have {expected}, as the cache has, got"
         f" {_described(shape)}; make it from state.config."
       )
-  missing = set(config.numbers.first_pages) - found
+  missing = set(config.numbers.first_pages) - first_pages
   if missing:
     pool = config.numbers.first_pages.index(min(missing))
     raise ValueError(

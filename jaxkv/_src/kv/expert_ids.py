@@ -34,7 +34,7 @@ class ExpertIdPages:
   """Expert ids of all tokens and layers, in the pages of one layer group.
 
   The first axis is that of `KVPages`, but L counts only the layers with
-  experts, so it may be smaller than the L of K/V pools.
+  experts, so it may be smaller than the L of `KVPages`.
 
   Attributes:
     values: X expert ids of each token.  # uint8 or uint16[L * N, S, X]

@@ -96,8 +96,8 @@ def init(
 
   The pages have 2 * L * N * K * S * D elements, or half of that for latents.
   8-bit formats add one float32 for every D elements. A page belongs to at most
-  one layer group, so layers of different groups can use the same layer of
-  memory. L is then the number of layers of the largest group.
+  one layer group, so layers of groups that share a pool can use the same layer
+  of memory. L is then the number of layers of the largest of these groups.
 
   Args:
     config: the configuration of the cache. It gives N, the pages of the group's

@@ -46,6 +46,7 @@ class LayerPlan:
     num_slots: int,
     max_length: int,
     page_size: int = 16,
+    memory: int | None = None,
     num_pages: int | tuple[int, ...] | None = None,
     prefill_chunk: int = 256,
     decode_tokens: int = 1,
@@ -57,8 +58,10 @@ class LayerPlan:
       num_slots: B, the maximum number of sequences at a time.
       max_length: the maximum number of tokens of a sequence.
       page_size: S, tokens per page of all groups.
-      num_pages: the pages of all pools together, or a tuple with the pages of
-        each pool; None for the fewest with which all slots can run.
+      memory: bytes of all pages, which needs the option `page_bytes`; None for
+        the least with which all slots can run.
+      num_pages: in place of `memory`, the pages of all pools together, or a
+        tuple with the pages of each pool.
       prefill_chunk: the maximum number of prompt tokens in a step.
       decode_tokens: the maximum number of tokens that a sequence decodes in a
         step.
@@ -69,6 +72,7 @@ class LayerPlan:
       num_slots=num_slots,
       max_length=max_length,
       page_size=page_size,
+      memory=memory,
       num_pages=num_pages,
       prefill_chunk=prefill_chunk,
       decode_tokens=decode_tokens,

@@ -64,12 +64,13 @@ def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
   """Makes pages of zeros in offload memory, to which pages of `kv` can move.
 
   Args:
-    kv: the pages on the device, of one pool or of a tuple of pools. If they are
-      sharded by heads, the offloaded pages are sharded in the same way.
+    kv: the pages on the device, of one memory or of a tuple of memories. If
+      they are sharded by heads, the offloaded pages are sharded in the same
+      way.
     config: the configuration of the cache, with `offload_pages` above 0.
 
   Returns:
-    `config.offload_pages` pages in the memory `pinned_host`.
+    `config.offload_pages` pages of each pool, in the memory `pinned_host`.
 
   Raises:
     ValueError: `config` has no offload pages, or the platform has no memory

@@ -1,4 +1,4 @@
-"""Operations on pages of any kind, and on several pools at once."""
+"""Operations on pages of any kind, and on several memories at once."""
 
 import functools
 from typing import TypeVar

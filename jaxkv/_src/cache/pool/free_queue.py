@@ -287,7 +287,8 @@ def has_room(queue: FreeQueue, counts: Array) -> Array:
 
 def reserve(queue: FreeQueue, counts: Array) -> FreeQueue:
   """Makes room for `counts`, int32[P], pushes, by a sweep if needed."""
-  num_pools, ring_size = queue.numbers.num_pools, _ring_size(queue)
+  num_pools = queue.numbers.num_pools
+  ring_size = _ring_size(queue)
 
   def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.config import StateRetention
 from jaxkv._src.cache.pool_sizes import sized_config
@@ -38,7 +39,7 @@ def cache_config(
   |---|---|
   | full attention | those of all its tokens |
   | window | those of the window, and for one sequence those of a chunk |
-  | recurrent | two states: the last one, and that of a step |
+  | recurrent | two states: the last one at a page end, and the running state |
 
   The rest of the memory is for cached pages of sequences that ended. It is
   divided such that all pools can hold the same number of cached conversations.
@@ -69,9 +70,10 @@ def cache_config(
       `jaxkv.rollout.RolloutConfig`.
     decode_tokens: the maximum number of tokens that a sequence decodes in a
       step: `decode_steps` of a rollout, or with drafts `1 + draft_tokens`.
-    **options: other fields of `jaxkv.CacheConfig`. With recurrent layers, the
-      default of `prefix_retention_interval` is a `jaxkv.StateRetention` whose
-      states at regular intervals take a quarter of the bytes of the K/V.
+    **options: other fields of `jaxkv.CacheConfig`. With an `OffloadPolicy`, the
+      default of `page_bytes` is those of the decoder. With recurrent layers,
+      the default of `prefix_retention_interval` is a `jaxkv.StateRetention`
+      whose states at regular intervals take a quarter of the bytes of the K/V.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -94,13 +96,17 @@ def cache_config(
     (85, 854)
   """
   groups = cache_groups(decoder)
-  make_kv = functools.partial(
-    init_kv, decoder, dtype=dtype, record_experts=record_experts
+  smallest = CacheConfig(
+    num_pages=(2,) * (1 + max(kind.pool for kind in groups)),
+    page_size=as_count("page_size", page_size, 1),
+    num_slots=1,
+    pages_per_slot=1,
+    groups=groups,
   )
-
-  def bytes_of(config: CacheConfig) -> int | tuple[int, ...]:
-    return page_bytes(jax.eval_shape(lambda: make_kv(config)))
-
+  make_kv = functools.partial(
+    init_kv, decoder, smallest, dtype=dtype, record_experts=record_experts
+  )
+  bytes_by_pool = page_bytes(jax.eval_shape(make_kv))
   config = sized_config(
     groups,
     num_slots=num_slots,
@@ -110,7 +116,7 @@ def cache_config(
     decode_tokens=decode_tokens,
     num_pages=num_pages,
     memory=memory,
-    page_bytes=bytes_of,
+    page_bytes=bytes_by_pool,
     options=options,
   )
   has_states = any(group_kind.holds_states for group_kind in groups)
@@ -118,23 +124,21 @@ def cache_config(
   is_classic = config.prefix_rules == "classic"
   if not has_states or is_set or is_classic or not config.prefix_caching:
     return config
-  retention = StateRetention(_interval(config, bytes_of(config)))
+  retention = StateRetention(_interval(config, bytes_by_pool))
   return dataclasses.replace(config, prefix_retention_interval=retention)
 
 
-def _interval(
-  config: CacheConfig, bytes_of_pages: int | tuple[int, ...]
-) -> int:
+def _interval(config: CacheConfig, bytes_by_pool: int | tuple[int, ...]) -> int:
   """Returns the tokens whose K/V take four times the bytes of a state."""
-  if isinstance(bytes_of_pages, int):
-    bytes_of_pages = (bytes_of_pages,)
+  if isinstance(bytes_by_pool, int):
+    bytes_by_pool = (bytes_by_pool,)
   state_bytes = 0
   kv_bytes = 0
   for group_kind in config.groups:
     if group_kind.holds_states:
-      state_bytes += bytes_of_pages[group_kind.pool]
+      state_bytes += bytes_by_pool[group_kind.pool]
     else:
-      kv_bytes += bytes_of_pages[group_kind.pool]
+      kv_bytes += bytes_by_pool[group_kind.pool]
   # Without K/V, no number of states is small beside them.
   num_pages = -(-4 * state_bytes // kv_bytes) if kv_bytes else 0
   return num_pages * config.page_size

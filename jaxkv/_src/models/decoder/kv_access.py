@@ -253,7 +253,7 @@ class UncachedKV:
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools
   ) -> Pools:
-    """Returns the pools unchanged, because there are no pages to write."""
+    """Returns the pools unchanged, because no pages are written."""
     del location, experts
     return pools
 
