@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv import checkpoint
 from jaxkv import kv as memory
 from jaxkv import rollout
 from jaxkv import sharding
@@ -30,6 +32,10 @@ _WAVES = np.random.default_rng(3).uniform(
   0.5, 3, (len(_PRIMES), by_hand.VOCABULARY)
 )
 _RECURRENT = (jaxkv.FullAttention(), jaxkv.Recurrent())
+_RETAINED = {
+  "groups": (jaxkv.FullAttention(), jaxkv.Recurrent(pool=1)),
+  "prefix_retention_interval": jaxkv.StateRetention(),
+}
 _PROMPTS = [[*prompt, *range(4)] for prompt in by_hand.PROMPTS] + [[7] * 17]
 
 
@@ -125,6 +131,9 @@ def _expected(seq_id, prompt, key, temperature, config):
 
 
 def _sizes(pages, slots, **more):
+  """Returns a cache, with a `StateRetention` if it has two pools."""
+  if isinstance(pages, tuple):
+    more = _RETAINED | more
   return jaxkv.CacheConfig(
     num_pages=pages,
     page_size=_PAGE,
@@ -169,40 +178,53 @@ def _assert_all(state, temperature):
   rollout.check(state)
 
 
-@slow_except("pages", [100, 22, 30], 22)
+_SETTINGS = {
+  "one pool": (100, {}),
+  "few pages": (22, {}),
+  "two pools": ((22, 8), {}),
+  "offloaded": ((22, 8), {"offload_pages": (30, 12)}),
+}
+
+
+@slow_except("setting", _SETTINGS, "few pages", "two pools")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-  ("slots", "pages"),
-  [(6, 100), (6, 22), pytest.param(2, 30, marks=pytest.mark.deep)],
-)
-def test_equal_to_a_run_without_cache(slots, pages, temperature):
+@pytest.mark.parametrize("setting", _SETTINGS)
+def test_equal_to_a_run_without_cache(setting, temperature):
   """Samples fork, prefixes are hit, sequences are preempted and resume.
 
   All tokens are right, and no sequence holds more than two states.
   """
-  state = _begun(_sizes(pages, slots), _CONFIG)
+  pages, options = _SETTINGS[setting]
+  state = _begun(_sizes(pages, 6, **options), _CONFIG)
   steps = 0
   while not bool(rollout.is_done(state)):
     state = _program()(state, temperature, 1)
     steps += 1
-    num_held_pages = np.asarray(
-      state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
-    )
-    assert num_held_pages[:, 1].max() <= 2
+    cache = state.memory.cache
+    table = np.asarray(cache.page_table[:, 1])
+    is_state = (table > 0) & (table < cache.config.no_page)
+    assert is_state.sum(axis=1).max() <= 2
     assert steps < 1000
   _assert_all(state, temperature)
-  if slots > 1:
-    assert int(state.counters.forked) > 0
-  if pages == 22:
-    assert int(state.counters.preempted) > 0
+  assert int(state.counters.forked) > 0
+  assert (int(state.counters.preempted) > 0) == (pages != 100)
+  if options:
+    assert int(jaxkv.stats(cache).restored_pages) > 0
 
 
-def test_a_later_rollout_hits_states():
-  state = _begun(_sizes(100, 4), _CONFIG)
+def test_decode_steps_change_no_token():
+  """More of them than a page has tokens."""
+  config = dataclasses.replace(_CONFIG, decode_steps=8)
+  _assert_all(_program()(_begun(_sizes((22, 8), 6), config), 1.0), 1.0)
+
+
+@pytest.mark.parametrize("pages", [100, (100, 60)])
+def test_a_later_rollout_hits_states(pages):
+  state = _begun(_sizes(pages, 4), _CONFIG)
   first_end = _program()(state, 1.0)
   hits = int(first_end.memory.cache.stats.hit_tokens)
   second_state = _begun(
-    _sizes(100, 4),
+    _sizes(pages, 4),
     _CONFIG,
     kv=first_end.memory.kv,
     cache=first_end.memory.cache,
@@ -212,6 +234,20 @@ def test_a_later_rollout_hits_states():
   _assert_all(state, 1.0)
   assert int(state.memory.cache.stats.hit_tokens) > hits + 20
   assert int(state.counters.prefilled) < int(first_end.counters.prefilled)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("orbax") is None, reason="orbax is not installed"
+)
+def test_snapshots_have_all_pools(tmp_path):
+  """Also those without pages, which are computed again."""
+  state = _program()(_begun(_sizes((22, 8), 6), _CONFIG), 1.0, 9)
+  assert not bool(rollout.is_done(state))
+  for pages in (True, False):
+    checkpoint.save(tmp_path / str(pages), state, pages=pages)
+    restored = checkpoint.restore(tmp_path / str(pages), state)
+    rollout.check(restored)
+    _assert_all(_program()(restored, 1.0), 1.0)
 
 
 def test_states_are_updated_in_place():
