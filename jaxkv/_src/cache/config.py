@@ -88,8 +88,9 @@ class StateRetention:
 
   A sequence holds at most two states if `recycle` comes before each `allocate`:
   the last one at a page end, and the running state, which moves from page to
-  page with the sequence. Other kept states are in free pages, and stay cached
-  until they are evicted. The other groups publish every page.
+  page with the sequence. So a call of the model must compute all tokens for
+  which `allocate` made room. Other kept states are in free pages, and stay
+  cached until they are evicted. The other groups publish every page.
 
   Attributes:
     interval: the number of tokens, a multiple of `CacheConfig.alignment`, or 0
