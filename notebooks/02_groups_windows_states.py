@@ -21,9 +21,10 @@
 # layers need one state. A model with several kinds of layers has a group for
 # each kind.
 #
-# Every group has a page table of its own. All groups draw from one pool, so a
-# page that one group gives back can serve another one. This notebook goes
-# through the kinds, with a picture of the pages where it helps.
+# Every group has a page table of its own. Groups whose pages have the same shape
+# can draw from one pool, so a page that one group gives back can serve another
+# one. Other groups have pools of their own. This notebook goes through the kinds,
+# with a picture of the pages where it helps.
 
 # %%
 import dataclasses
@@ -105,8 +106,8 @@ assert found.tolist() == [24, 28]
 # ## Layers and groups
 #
 # A layer reads and writes through a `View` of its group. No two groups hold the
-# same page at a time, so a layer of each group can share one layer of the K/V
-# memory. A memory needs as many layers as the largest group has.
+# same page at a time, so in one pool a layer of each group can share one layer of
+# the K/V memory. The memory needs as many layers as the largest group has.
 
 # %%
 kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
@@ -163,6 +164,62 @@ print("truncate to 8 and to 9 tokens:", statuses)
 assert out.ok.tolist() == [True, False]
 
 # %% [markdown]
+# ## Pools
+#
+# A state takes as many bytes as the keys and values of hundreds of tokens, so
+# there should be fewer pages for states. `num_pages` can have a number for each
+# of several pools, and `pool` is the pool of a group's pages. All pools share one
+# numbering: here pool 0 has the pages 0 to 15, and pool 1 the pages 16 to 21. The
+# first page of a pool is never used.
+#
+# A state for every page would also be too many. With a `StateRetention`, a
+# sequence keeps the states from which later prompts probably continue: at the
+# last page end of its prompt and at the one before it. Its running state moves
+# from page to page with the sequence. So a chunk of the prompt can be as long as
+# the distance to the next state that is kept: of 14 tokens, 8, then 4, then 2.
+
+# %%
+hybrid = dataclasses.replace(
+  config,
+  num_pages=(16, 6),
+  groups=(jaxkv.FullAttention(), jaxkv.Recurrent(pool=1)),
+  prefix_retention_interval=jaxkv.StateRetention(),
+)
+prompt = TOKENS[:1, :14]
+state, _ = jaxkv.admit(jaxkv.init(hybrid), [0], prompt, [14], num_tokens=[8])
+state, _ = jaxkv.commit(state, prompt[:, :8], [8], slots=[0])
+for start, count in ((8, 4), (12, 2)):
+  state, _ = jaxkv.recycle(state)
+  state, _ = jaxkv.allocate(state, [count], slots=[0])
+  chunk = prompt[:, start : start + count]
+  state, _ = jaxkv.commit(state, chunk, [count], slots=[0])
+state, _ = jaxkv.recycle(state)
+print("pages of states:", state.page_table[0, 1, :4].tolist())
+print("free pages of states:", jaxkv.free_pages(state, pool=1))
+jaxkv.show(state, title="Two pools: keys and values, and states")
+
+# %% [markdown]
+# The sequence holds two states, after 12 tokens and the running one. `recycle`
+# released the state after 8 tokens, which stays cached: it is in the free queue of
+# pool 1. The same prompt continues after 12 tokens, and a prompt with another end
+# after 8. If a state is evicted, the keys and values behind the state before it
+# are of no use. `stats` counts such tokens, as a sign that pool 1 is too small.
+
+# %%
+other_end = prompt.at[0, 10].set(0)
+prompts = jnp.concatenate([prompt, other_end])
+found = jaxkv.match(state, prompts, [14, 14]).num_cached_tokens
+assert found.tolist() == [12, 8]
+
+freed, _ = jaxkv.free(state, slots=[0])
+freed, _ = jaxkv.evict(freed, state.page_table[0, 1, 2][None])
+again, out = jaxkv.admit(freed, [0], prompt, [14])
+assert out.num_cached_tokens.tolist() == [8]
+assert int(jaxkv.stats(again).unusable_tokens) == 4
+
+# %% [markdown]
+# `jaxkv.models.cache_config` sizes the pools of a model from bytes.
+#
 # ## Pages of several sizes
 #
 # A kind can name a `page_size` of its own, a multiple of the cache's. Hits then
