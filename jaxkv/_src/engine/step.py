@@ -152,12 +152,7 @@ def step(
     drafts = propose_drafts(params, queue, slots, cache, config, draft)
   num_drafts = None if drafts is None else drafts.counts
   widths = schedule.widths(config) if scoring is None else scoring.widths
-  planned = None
-  if cache.config.state_retention is not None:
-    # The running state gets a page only in the column of the step's last token.
-    # So the tokens are chosen before their pages are reserved.
-    no_slot = jnp.zeros(slots.row.shape, bool)
-    planned, _ = _schedule(state, no_slot, None, widths, buffers.answers)
+  planned, planned_tokens = _plan(state, forks, widths, buffers.answers)
   with jax.named_scope("grow"):
     cache, starved = grow.grow(
       queue,
@@ -165,7 +160,7 @@ def step(
       cache,
       num_drafts,
       config,
-      None if planned is None else planned.counts,
+      planned_tokens,
     )
     # Evicted pages move to offload memory before new tokens overwrite them.
     memory = move_pages(dataclasses.replace(memory, cache=cache))
@@ -361,6 +356,29 @@ def _make_way(
   state = _replaced(state, queue, slots, memory)
   # In a slot, at most one of the two is a row; Q exceeds every row.
   return state, jnp.minimum(row_of_victim, leaving)
+
+
+def _plan(
+  state: RolloutState,
+  forks: Array,
+  widths: tuple[Width, ...],
+  answers: AnswerCounts | None,
+) -> tuple[Work | None, Array | None]:
+  """Chooses the tokens of the step before their pages are reserved.
+
+  Returns:
+    The tokens; int32[B], the tokens of each slot to reserve pages for. Both are
+    None without a `StateRetention`.
+  """
+  if state.memory.cache.config.state_retention is None:
+    return None, None
+  # The running state gets a page only in the column of the step's last token.
+  no_slot = jnp.zeros(state.slots.row.shape, bool)
+  planned, _ = _schedule(state, no_slot, None, widths, answers)
+  # A fork needs a page for the copy of its leader's state, even if the step
+  # computes none of its tokens.
+  tokens = jnp.where(forks, jnp.maximum(planned.counts, 1), planned.counts)
+  return planned, tokens
 
 
 def _schedule(
