@@ -18,6 +18,7 @@ from tests.cache.mutation import HYBRID
 from tests.cache.mutation import KEPT
 from tests.cache.mutation import NARROW
 from tests.cache.mutation import ONE_WINDOW
+from tests.cache.mutation import POOLS
 from tests.cache.mutation import PUBLISHED
 from tests.cache.mutation import SCARCE
 from tests.cache.mutation import SLIDING
@@ -459,6 +460,12 @@ MUTANTS = {
     given(num_tokens=_all_at_once),
     ("admit",),
     SLIDING,
+  ),
+  "pages of two pools are counted in each other's place": Mutant(
+    "cache.steps.reserve:sum_by_pool",
+    returned(lambda out, g: out[..., ::-1]),
+    ("allocate", "admit"),
+    POOLS,
   ),
   # --- recurrent states -------------------------------------------------------
   "a fork copies no state": Mutant(

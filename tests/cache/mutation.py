@@ -54,6 +54,7 @@ KEPT = small(
   212, 2, (Window(3), Full(page_size=4)), prefix_retention_interval=0, **LONG
 )
 STATES = small(215, 2, (State(), Full()), num_pages=60, **LONG)
+POOLS = small(216, 2, (Full(), State(pool=1)), num_pages=(22, 7), **LONG)
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 

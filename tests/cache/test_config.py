@@ -8,10 +8,15 @@ import pytest
 import jaxkv
 from jaxkv import CacheConfig
 from jaxkv import FullAttention
+from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv import StateRetention
 from jaxkv.host import CrossAttention
 from jaxkv.host import SpeculativeRecurrent
 from tests.cache.by_hand import config
+
+_KV_AND_STATES = (FullAttention(), Recurrent(pool=1))
+_TWO_POOLS = {"num_pages": (8, 8), "groups": _KV_AND_STATES}
 
 
 def test_groups_share_the_smallest_page_size():
@@ -69,6 +74,44 @@ def test_numpy_integers_become_ints():
     ),
     ({"prefix_rules": "new"}, "must be one of .*'classic'.*, got 'new'"),
     ({"free_policy": 1}, "free_policy` must be one of .*, got 1"),
+    (
+      {"num_pages": (8, 8), "groups": (FullAttention(),)},
+      r"num_pages` must have a number for each pool .* no group has .*pool=1",
+    ),
+    (
+      {"groups": (FullAttention(), SlidingWindow(3, pool=1))},
+      r"GroupKind.pool` must be the index of a pool .* got 1 with num_pages=16",
+    ),
+    ({**_TWO_POOLS, "num_pages": (8, 1)}, "at least 2 and .*, got 1"),
+    (
+      {**_TWO_POOLS, "groups": (FullAttention(), Recurrent())},
+      "no group has GroupKind.pool=1",
+    ),
+    (
+      {**_TWO_POOLS, "groups": (*_KV_AND_STATES, SlidingWindow(3, pool=1))},
+      r"GroupKind.pool` must differ for groups .* got pool 1 for SlidingWindow",
+    ),
+    (
+      {
+        **_TWO_POOLS,
+        "groups": (*_KV_AND_STATES, FullAttention(page_size=8)),
+      },
+      r"GroupKind.pool` must differ for groups .* got pool 0 for FullAttention",
+    ),
+    ({**_TWO_POOLS, "offload_pages": 4}, "for each of 2 pools, got 4"),
+    ({**_TWO_POOLS, "offload_pages": (4, 0)}, r"for all pools.* got \(4, 0\)"),
+    ({**_TWO_POOLS, "page_bytes": (4, 4, 4)}, "for each of 2 pools"),
+    (
+      {**_TWO_POOLS, "prefix_retention_interval": StateRetention(6)},
+      "retention_interval` must be a multiple of 4, .* got 6",
+    ),
+    (
+      {
+        "prefix_retention_interval": StateRetention(),
+        "prefix_rules": "classic",
+      },
+      'interval` must be None with prefix_rules="classic", got 0',
+    ),
   ],
 )
 def test_bad_values_are_refused(changes, message):

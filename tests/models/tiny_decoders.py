@@ -60,9 +60,14 @@ def cache_config(
   offload_pages: int = 0,
   **sizes: Any,
 ) -> jaxkv.CacheConfig:
-  """Returns a cache whose pools all have the same numbers of pages."""
+  """Returns a cache whose pools all have the same numbers of pages.
+
+  States are kept by a `StateRetention`, as in `models.cache_config`.
+  """
   groups = models.cache_groups(decoder)
   num_pools = 1 + max(kind.pool for kind in groups)
+  if any(kind.holds_states for kind in groups):
+    sizes = {"prefix_retention_interval": jaxkv.StateRetention()} | sizes
   return jaxkv.CacheConfig(
     num_pages=(num_pages,) * num_pools,
     offload_pages=(offload_pages,) * num_pools,

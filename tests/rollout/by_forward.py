@@ -1,6 +1,5 @@
 """Groups of completions, and their log-probs by uncached forward passes."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -47,9 +46,13 @@ def weights(name: str = "llama", seed: int = 0):
 
 def _sizes(name: str, sizes=SIZES) -> jaxkv.CacheConfig:
   """Returns sizes for a model, each of whose pools has `num_pages` pages."""
-  groups = models.cache_groups(MODELS[name])
-  num_pages = (sizes.num_pages,) * (1 + max(kind.pool for kind in groups))
-  return dataclasses.replace(sizes, groups=groups, num_pages=num_pages)
+  return tiny.cache_config(
+    MODELS[name],
+    num_pages=sizes.num_pages,
+    page_size=sizes.page_size,
+    num_slots=sizes.num_slots,
+    pages_per_slot=sizes.pages_per_slot,
+  )
 
 
 def fresh(name: str = "llama", sizes=SIZES) -> rollout.Memory:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 from tests.rollout.by_forward import CHUNK
 from tests.rollout.by_forward import GROUPS
@@ -116,6 +117,24 @@ def test_groups_of_one_completion():
 
 
 _COLUMNS, _SAMPLES, _NEW = 9, 3, 5
+
+
+@pytest.mark.slow
+def test_forks_have_the_states_of_their_leaders():
+  """In three slots, another prompt is computed before two forks go on."""
+  rng = np.random.default_rng(0)
+  groups = Groups(
+    prompts=rng.integers(0, tiny.VOCABULARY, (3, 20)).astype(np.int32),
+    prompt_lengths=np.asarray([20, 13, 20], np.int32),
+    completions=rng.integers(0, tiny.VOCABULARY, (3, 2, 12)).astype(np.int32),
+    lengths=np.full((3, 2), 12, np.int32),
+  )
+  sizes = dataclasses.replace(SIZES, num_slots=3, pages_per_slot=8)
+  params = weights("states")
+  _, scored = compiled("states")(params, fresh("states", sizes), *groups)
+  check_scored(scored, params, groups, "states")
+
+
 _RANDOM = ["llama", "windows and caps", "states"]
 _SMALL = dataclasses.replace(SIZES, num_pages=30, page_size=2, pages_per_slot=8)
 

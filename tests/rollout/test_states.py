@@ -200,16 +200,15 @@ def test_equal_to_a_run_without_cache(setting, temperature):
   while not bool(rollout.is_done(state)):
     state = _program()(state, temperature, 1)
     steps += 1
-    cache = state.memory.cache
-    table = np.asarray(cache.page_table[:, 1])
-    is_state = (table > 0) & (table < cache.config.no_page)
+    table = np.asarray(state.memory.cache.page_table[:, 1])
+    is_state = (table > 0) & (table < state.memory.cache.config.no_page)
     assert is_state.sum(axis=1).max() <= 2
     assert steps < 1000
   _assert_all(state, temperature)
   assert int(state.counters.forked) > 0
   assert (int(state.counters.preempted) > 0) == (pages != 100)
   if options:
-    assert int(jaxkv.stats(cache).restored_pages) > 0
+    assert int(jaxkv.stats(state.memory.cache).restored_pages) > 0
 
 
 def test_decode_steps_change_no_token():

@@ -103,6 +103,7 @@ def first_candidates(
   # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
   max_hit = length
+  scored_heads = jnp.zeros((window, 2), jnp.int32)
   computed = indexing.take(queue.computed, rows)
   # A cached token has no logits. So a hit ends before the first token whose
   # logits give a log-prob that is not recorded yet.
@@ -111,6 +112,8 @@ def first_candidates(
   if is_scoring:
     prompt_length = indexing.take(queue.prompt_length, rows)
     max_hit = jnp.minimum(length, jnp.maximum(computed + 1, prompt_length))
+    # Of a prompt that is scored again, only the answers are computed.
+    scored_heads += jnp.maximum(max_hit - 1, 0)[:, None]
   salts = queue.salts
   if salts is not None:
     salts = indexing.take(salts, rows)
@@ -126,7 +129,7 @@ def first_candidates(
   )
   is_blocked = jnp.zeros_like(valid)
   needs_page_of = no_pair
-  shared_tokens = jnp.zeros((window, 2), jnp.int32)
+  shared_tokens = scored_heads
   # With `prompt_log_probs`, a sequence hits no page that another one computes.
   if (
     page_keys is not None and page_keys.shape[1] and not config.prompt_log_probs
@@ -141,6 +144,7 @@ def first_candidates(
       is_blocked, needs_page_of, shared_tokens = shared_states(
         queue, slots, cache, rows, num_cached, max_hit, siblings
       )
+      shared_tokens = jnp.maximum(shared_tokens, scored_heads)
   return Candidates(
     rows=rows,
     found=prefixes,

@@ -154,7 +154,7 @@ def step(
   widths = schedule.widths(config) if scoring is None else scoring.widths
   planned = _plan_tokens(state, widths, buffers.answers)
   with jax.named_scope("grow"):
-    state, starved = _reserve_pages(state, num_drafts, planned)
+    state, starved = _reserve_pages(state, num_drafts, planned, forks)
     state, leaving = _make_way(state, forks, leaders, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
@@ -325,20 +325,30 @@ def _plan_tokens(
 
 
 def _reserve_pages(
-  state: RolloutState, num_drafts: Array | None, planned: Work | None
+  state: RolloutState,
+  num_drafts: Array | None,
+  planned: Work | None,
+  forks: Array,
 ) -> tuple[RolloutState, Array]:
   """Reserves pages for the next tokens of all slots, and moves evicted pages.
+
+  Slots in `forks`, bool[B], fork in this step.
 
   Returns:
     The state; bool[B], slots that got no page.
   """
+  tokens = None
+  if planned is not None:
+    # A fork needs a page for the copy of its leader's state, even if the step
+    # computes none of its tokens.
+    tokens = jnp.where(forks, jnp.maximum(planned.counts, 1), planned.counts)
   cache, starved = grow.grow(
     state.queue,
     state.slots,
     state.memory.cache,
     num_drafts,
     state.config,
-    None if planned is None else planned.counts,
+    tokens,
   )
   # Evicted pages move to offload memory before new tokens overwrite them.
   memory = move_pages(dataclasses.replace(state.memory, cache=cache))

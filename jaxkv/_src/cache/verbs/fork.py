@@ -117,17 +117,22 @@ def owed_copies(
   state: CacheState, src: Array, dst: Array, is_served: Array
 ) -> Copies:
   """Returns the copies that the caller must make after forks to `dst`."""
-  sizes = state.config.sizes
+  config = state.config
   length = indexing.take(state.length, dst)
-  full = sizes.full_pages(length)
-  partial = sizes.open_pages(length) & is_served[:, None]
+  full = config.sizes.full_pages(length)
+  partial = config.sizes.open_pages(length) & is_served[:, None]
+
+  def pages_of(slots: Array) -> Array:
+    column = full
+    if config.state_retention is not None:
+      # If a slot has room for more tokens, its running state has moved to the
+      # last column.
+      last_column = indexing.take(state.num_pages, slots) - 1
+      column = jnp.where(recurrent.holds_states(config), last_column, full)
+    return reserve.pages_in_column(state, slots, column, partial).reshape(-1)
+
   # Where no copy is needed, both page numbers are NO_PAGE.
-  return Copies(
-    *(
-      reserve.pages_in_column(state, slots, full, partial).reshape(-1)
-      for slots in (src, dst)
-    )
-  )
+  return Copies(src=pages_of(src), dst=pages_of(dst))
 
 
 def _share(

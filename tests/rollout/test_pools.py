@@ -1,0 +1,125 @@
+"""Rollouts of decoders whose data is in several pools."""
+
+import functools
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import checkpoint
+from jaxkv import models
+from jaxkv import rollout
+from tests.models import tiny_decoders as tiny
+from tests.rollout import by_hand
+from tests.rollout import uncached
+
+pytestmark = pytest.mark.slow
+
+
+def _local(window: int | None, base: float) -> models.Layer:
+  attention = tiny.attention(
+    window=window, query_key_norm=True, rope=models.Rope(base=base)
+  )
+  return tiny.layer(attention, post_norms=True)
+
+
+_GATED = tiny.attention(query_key_norm=True, gated=True)
+_DECODERS = {
+  "gemma 3": tiny.decoder((_local(6, 1e4),) * 5 + (_local(None, 1e6),)),
+  "qwen3-next": tiny.decoder(
+    (tiny.layer(tiny.DELTA_NET, tiny.EXPERTS),) * 3
+    + (tiny.layer(_GATED, tiny.EXPERTS),)
+  ),
+}
+_PAGES = {"gemma 3": (10, 22), "qwen3-next": (8, 16)}
+"""Few pages of windows or states, and of full attention."""
+_LENGTHS = [25, 30, 20, 1, 9]
+
+
+def _prompts() -> np.ndarray:
+  """Returns prompts of which three begin with the same 17 tokens."""
+  prompts = np.random.default_rng(0).integers(4, tiny.VOCABULARY, (5, 30))
+  prompts[1:3, :17] = prompts[0, :17]
+  return prompts.astype(np.int32)
+
+
+def _begun(
+  name: str, config: rollout.RolloutConfig, **requests
+) -> rollout.RolloutState:
+  decoder = _DECODERS[name]
+  sizes = models.cache_config(
+    decoder,
+    num_slots=4,
+    max_length=48,
+    page_size=4,
+    num_pages=_PAGES[name],
+    offload_pages=(20, 40),
+  )
+  kv = by_hand.poisoned(models.init_kv(decoder, sizes))
+  return rollout.init(
+    jaxkv.init(sizes, jax.random.key(2)),
+    kv,
+    rollout.Requests(_prompts(), _LENGTHS, **requests),
+    jax.random.key(1),
+    config,
+    offload=jaxkv.kv.init_offload(kv, sizes),
+  )
+
+
+@pytest.mark.parametrize(
+  "decode_steps", [pytest.param(1, marks=pytest.mark.deep), 8]
+)
+@pytest.mark.parametrize("name", _DECODERS)
+def test_tokens_equal_an_uncached_pass(name, decode_steps, tmp_path):
+  """Of samples that fork, are preempted, restored, saved and moved."""
+  decoder = _DECODERS[name]
+  params = models.init_params(jax.random.key(0), decoder)
+  # Larger logits: a wrong one leads to other tokens soon.
+  params |= {"embed": params["embed"] * 3}
+  config = rollout.RolloutConfig(
+    num_samples=2,
+    max_new_tokens=16,
+    stop_token=3,
+    prefill_chunk=10,
+    decode_steps=decode_steps,
+  )
+  state = by_hand.begun_at(_begun(name, config), 1.0)
+  expected = jax.jit(
+    functools.partial(uncached.generate, decoder=decoder, config=config)
+  )(params, state.queue, np.float32(1))
+  run = by_hand.Runner(
+    functools.partial(models.forward, config=decoder), params
+  )
+  state = run(state, 1.0, 11)
+  if importlib.util.find_spec("orbax") is not None:
+    checkpoint.save(tmp_path / "middle", state)
+    state = checkpoint.restore(tmp_path / "middle", state)
+  state = run(state, 1.0, 5)
+  counters = state.counters
+  assert int(counters.forked) > 0 and int(counters.preempted) > 0
+  target = by_hand.begun_at(_begun(name, config, num_samples=[0] * 5), 1.0)
+  running = np.flatnonzero(state.queue.status == by_hand.RUNS)
+  state, exported = rollout.export(state, np.resize(running, 4))
+  assert exported.num_computed.max() > 0
+  target, out = rollout.import_sequences(target, exported)
+  num_moved = int(out.ok.sum())
+  assert num_moved == len(running) > 1
+  for index, part in enumerate((state, target)):
+    part = run(part, 1.0)
+    rollout.check(part)
+    assert bool(rollout.is_done(part))
+    has_ended = np.asarray(part.queue.status) == by_hand.DONE
+    assert has_ended.sum() == (num_moved if index else 10 - num_moved)
+    rows = np.asarray(part.queue.ids)[has_ended]
+    for field in ("tokens", "length"):
+      np.testing.assert_array_equal(
+        np.asarray(getattr(part.queue, field))[has_ended],
+        np.asarray(getattr(expected, field))[rows],
+      )
+    np.testing.assert_allclose(
+      np.asarray(part.queue.log_probs)[has_ended],
+      np.asarray(expected.log_probs)[rows],
+      atol=2e-5,
+    )
