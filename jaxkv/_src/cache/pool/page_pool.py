@@ -136,6 +136,9 @@ def pop(
     by_pool = is_evicted.reshape(pool.has_evicted.shape[0], -1)
     has_evicted = pool.has_evicted | jnp.any(by_pool, axis=1)
     pool = dataclasses.replace(pool, has_evicted=has_evicted)
+    # Without this dependency of later writes on the read of the index, XLA
+    # would copy the index.
+    pages = loops.read_before(jnp.sum(is_evicted, dtype=jnp.int32), pages)
   if offload is not None:
     pool, num_evicted = _exchange(
       pool,
