@@ -89,8 +89,9 @@ def looped(step, state, tokens):
 @functools.cache
 def compiled(step, loop, num_pages: int, sweep: bool, **options):
   """The program that a user gets who jits the loop and donates the state."""
+  pools = {kind.pool for kind in options.get("groups", ())} or {0}
   config = NumberedConfig(
-    num_pages=num_pages,
+    num_pages=(num_pages,) * len(pools),
     page_size=4,
     num_slots=SLOTS,
     pages_per_slot=16,
@@ -119,6 +120,15 @@ HYBRID = {
   "merge_duplicates": True,
 }
 
+RETAINED = {
+  "groups": (
+    jaxkv.FullAttention(),
+    jaxkv.SlidingWindow(9, pool=1),
+    jaxkv.Recurrent(pool=2),
+  ),
+  "prefix_retention_interval": jaxkv.StateRetention(16),
+}
+
 PINNED_HOST = {"offload_pages": 70_000}
 
 CASES = {
@@ -136,6 +146,7 @@ CASES = {
   "decode_hybrid": (sliding, scanned, HYBRID),
   "branching": (branching, scanned, {}),
   "branching_hybrid": (branching, scanned, HYBRID),
+  "decode_retained": (sliding, scanned, RETAINED),
   "forgetting": (forgetting, scanned, {}),
   "decode_host": (decode, scanned, PINNED_HOST),
   "branching_host": (branching, scanned, HYBRID | PINNED_HOST),

@@ -1,5 +1,6 @@
 """Rollouts of decoders whose data is in several pools."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -123,3 +124,55 @@ def test_tokens_equal_an_uncached_pass(name, decode_steps, tmp_path):
       np.asarray(expected.log_probs)[rows],
       atol=2e-5,
     )
+
+
+@pytest.mark.parametrize("decode_steps", [1, 8])
+@pytest.mark.parametrize(
+  "window", [4, *(pytest.param(w, marks=pytest.mark.deep) for w in (16, 17))]
+)
+def test_rollouts_end_with_the_least_pages(window, decode_steps):
+  """Of each pool, for one sequence; four slots and pages of 16 tokens."""
+  decoder = tiny.decoder(
+    (
+      tiny.layer(tiny.DELTA_NET),
+      tiny.layer(tiny.attention(window=window)),
+      # As many layers as the window has would share its pool.
+      *(tiny.layer(tiny.attention()),) * 2,
+    )
+  )
+  config = rollout.RolloutConfig(
+    num_samples=2,
+    max_new_tokens=30,
+    prefill_chunk=20,
+    decode_steps=decode_steps,
+  )
+  sizes = models.cache_config(
+    decoder, num_slots=4, max_length=80, num_pages=(99, 99, 99)
+  )
+  most_in_flight = config.prefill_chunk + decode_steps - 1
+  needed = sizes.sizes.max_pages(most_in_flight, 80)
+  num_pages = [0, 0, 0]
+  for kind, count in zip(sizes.groups, needed, strict=True):
+    num_pages[kind.pool] = 1 + count
+  sizes = dataclasses.replace(sizes, num_pages=tuple(num_pages))
+  lengths = [50, 33, 48, 1, 16, 49]
+  prompts = np.random.default_rng(0).integers(0, tiny.VOCABULARY, (6, 50))
+  prompts[4:, :32] = prompts[0, :32]
+
+  def model(params, batch, kv):
+    del kv
+    last_tokens = batch.tokens[0].at[batch.columns].get(mode="clip")
+    return params[last_tokens], None
+
+  state = rollout.init(
+    jaxkv.init(sizes),
+    models.init_kv(decoder, sizes),
+    rollout.Requests(prompts.astype(np.int32), lengths),
+    jax.random.key(1),
+    config,
+  )
+  state = by_hand.Runner(model, jax.numpy.eye(tiny.VOCABULARY))(
+    state, 1.0, 2000
+  )
+  rollout.check(state)
+  assert set(state.queue.status.tolist()) == {by_hand.DONE}

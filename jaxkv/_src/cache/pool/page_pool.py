@@ -110,8 +110,7 @@ def pop(
   Reads the first `window` entries of the queues. A call can pop fewer pages,
   for example if entries are stale. The caller then calls again. `without_loops`
   stops before the first page whose removal from the index needs a loop.
-  `restored` maps popped pages and their ranks to offload pages to restore,
-  int32[W].
+  `restored` maps popped pages and their ranks to offload pages, int32[W].
   """
   keeps = None
   index = pool.index
@@ -133,9 +132,10 @@ def pop(
   pages, rank, valid = popped
   if index is not None and pool.has_evicted is not None:
     is_evicted = valid & prefix_index.contains(index, pages)
-    by_pool = is_evicted.reshape(pool.has_evicted.shape[0], -1)
-    has_evicted = pool.has_evicted | jnp.any(by_pool, axis=1)
-    pool = dataclasses.replace(pool, has_evicted=has_evicted)
+    by_pool = jnp.any(is_evicted.reshape(num_free.size, -1), axis=1)
+    pool = dataclasses.replace(pool, has_evicted=pool.has_evicted | by_pool)
+    # Without this dependency of a write on the read, XLA would copy the index.
+    pages = loops.read_before(jnp.max(is_evicted.astype(jnp.int32)), pages)
   if offload is not None:
     pool, num_evicted = _exchange(
       pool,
