@@ -190,7 +190,6 @@ def restore(
   )
   num_restored = jnp.sum(counts, dtype=jnp.int32)
   offload = offload_pages.to_front(pool.offload, listed, lanes < num_restored)
-  first_places = [starts[index] for index in range(numbers.num_pools)]
 
   def trip(loop):
     done, evicted, pool, device_pages = loop
@@ -198,8 +197,7 @@ def restore(
     def place_of(pages: Array, rank: Array) -> Array:
       # A call can pop fewer pages than are missing, so the ranks continue from
       # `done`.
-      first = [start + done[index] for index, start in enumerate(first_places)]
-      return rank + pool.queue.numbers.value_of(first, pages)
+      return rank + pool.queue.numbers.value_of(starts + done, pages)
 
     pool, popped = pop(
       pool,
@@ -409,18 +407,6 @@ def unpublish(
   )
   num_removed = jnp.sum(was_cached, dtype=jnp.int32)
   return dataclasses.replace(pool, index=index), num_removed
-
-
-def clear(pool: PoolState, done: Array) -> PoolState:
-  """Removes all pages from the index if `done`, bool[]."""
-  if pool.index is None:
-    return pool
-  index = jax.tree.map(
-    functools.partial(jnp.where, done),
-    prefix_index.clear(pool.index),
-    pool.index,
-  )
-  return dataclasses.replace(pool, index=index)
 
 
 def end_epoch(pool: PoolState) -> PoolState:

@@ -1,14 +1,17 @@
 """reset_prefix_cache, new_epoch, clear_error: reset parts of the state."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
@@ -60,8 +63,14 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
   pool = state.pool
   is_in_use = jnp.any(page_pool.num_in_use(pool) > 0)
   code = first_code((is_in_use, Status.STILL_HELD))
-  state = dataclasses.replace(state, pool=page_pool.clear(pool, ~is_in_use))
-  return state, Outcome(code=code)
+  if pool.index is not None:
+    index = jax.tree.map(
+      functools.partial(jnp.where, is_in_use),
+      pool.index,
+      prefix_index.clear(pool.index),
+    )
+    pool = dataclasses.replace(pool, index=index)
+  return dataclasses.replace(state, pool=pool), Outcome(code=code)
 
 
 @verb
