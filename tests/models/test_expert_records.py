@@ -103,11 +103,20 @@ def _in_pages(
   cache_config = _sizes(config)
   columns = 4
   kv = models.init_kv(config, cache_config, record_experts=True)
-  pages = np.random.default_rng(4).permutation(
-    np.arange(1, cache_config.num_pages)
-  )
-  pages = pages[: _ROWS * cache_config.num_groups * columns].astype(np.int32)
-  tables = jnp.asarray(pages.reshape(cache_config.num_groups, _ROWS, columns))
+  rng = np.random.default_rng(4)
+  numbers = cache_config.numbers
+  free_pages = [
+    first_page + rng.permutation(np.arange(1, num_pages)).astype(np.int32)
+    for first_page, num_pages in zip(
+      numbers.first_pages, numbers.sizes, strict=True
+    )
+  ]
+  tables = []
+  for kind in cache_config.groups:
+    pages, free_pages[kind.pool] = np.split(
+      free_pages[kind.pool], [_ROWS * columns]
+    )
+    tables.append(jnp.asarray(pages.reshape(_ROWS, columns)))
   logits = []
   width = -(-_TOKENS // 2)
   for start in (0, width):

@@ -34,7 +34,7 @@ _DECODERS = {
     + (tiny.layer(_GATED, tiny.EXPERTS),)
   ),
 }
-_PAGES = {"gemma 3": (10, 22), "qwen3-next": (8, 16)}
+_PAGES = {"gemma 3": (10, 17), "qwen3-next": (8, 16)}
 """Few pages of windows or states, and of full attention."""
 _LENGTHS = [25, 30, 20, 1, 9]
 

@@ -120,7 +120,7 @@ def _export(
   page = pages - 1
   contents = None
   # A sequence without the pages of one pool cannot continue.
-  if all(limits):
+  if shape[0] and all(limits):
     runs, num_tokens, pages = _computed(state, rows, columns)
     sources = []
     for groups, limit in zip(cache_config.groups_of_pools, limits, strict=True):
