@@ -58,6 +58,7 @@ def test_a_sample_follows_a_running_one_or_one_of_its_step():
     needs_page_of=jnp.zeros((3, 3), bool),
     siblings=jnp.asarray([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool),
     slot_of_leader=jnp.asarray([no_slot, 1, no_slot], jnp.int32),
+    shared_tokens=jnp.zeros((3, 2), jnp.int32),
   )
   chosen = admission_order.choose(
     state.queue, waiting, num_slots=4, num_empty=jnp.int32(3), config=config
