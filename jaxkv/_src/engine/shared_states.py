@@ -47,26 +47,16 @@ def shared_states(
   """
   hashes = cache.hashes
   assert hashes is not None  # Requires prefix caching.
-  assert hashes.prompt_length is not None
-  assert hashes.shared_prefix_boundary is not None
-  assert hashes.shared_tokens is not None
-  in_slots = _common_tokens(queue, cache, candidates, slots.row, max_hit)
-  ends = jnp.concatenate(
-    kept_ends(
-      cache.config,
-      hashes.prompt_length,
-      hashes.shared_prefix_boundary,
-      hashes.shared_tokens,
-    ),
-    axis=-1,
-  )
+  rows = jnp.concatenate([slots.row, candidates])
+  common = _common_tokens(queue, cache, candidates, rows, max_hit)
+  in_slots, common = jnp.split(common, [slots.size], axis=1)
+  ends = jnp.concatenate(kept_ends(cache.config, hashes), axis=-1)
   is_ahead = are_computing(queue, slots)[:, None] & (
     ends > cache.length[:, None]
   )
   is_usable = _are_usable(in_slots, num_cached, ends) & is_ahead[None]
   is_blocked = jnp.any(is_usable, axis=(1, 2))
 
-  common = _common_tokens(queue, cache, candidates, candidates, max_hit)
   index = jnp.arange(candidates.shape[0], dtype=jnp.int32)
   is_other = (index[:, None] != index[None]) & ~siblings
   heads = jnp.where(is_other & (common > num_cached[:, None]), common, 0)

@@ -108,16 +108,7 @@ def limit_to_chunk(
   if cache_config.state_retention is not None:
     hashes = cache.hashes
     assert hashes is not None  # Requires prefix caching.
-    assert hashes.prompt_length is not None
-    assert hashes.shared_prefix_boundary is not None
-    assert hashes.shared_tokens is not None
-    next_end = next_kept_end(
-      cache_config,
-      cache.length,
-      hashes.prompt_length,
-      hashes.shared_prefix_boundary,
-      hashes.shared_tokens,
-    )
+    next_end = next_kept_end(cache_config, cache.length, hashes)
     return jnp.minimum(tokens, next_end - cache.length)
   tail_tokens = elementwise.remainder(cache.length, cache_config.page_size)
   return jnp.minimum(tokens, cache_config.page_size - tail_tokens)

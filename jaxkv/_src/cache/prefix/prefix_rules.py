@@ -17,6 +17,7 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.cache.prefix.hashing import SlotHashes
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
@@ -121,25 +122,19 @@ PASSED, RESENT, SHARED = range(3)
 
 
 def reason_to_keep(
-  config: CacheConfig,
-  end: Array,
-  prompt_length: Array,
-  boundary: Array,
-  shared_tokens: Array,
+  config: CacheConfig, end: Array, hashes: SlotHashes
 ) -> Array:
   """Returns the reason to keep a state: PASSED, RESENT or SHARED.
 
   Args:
     config: the cache's config, with a `StateRetention`.
     end: int32[X], the number of tokens of each state.
-    prompt_length: int32[X], see `SlotHashes`.
-    boundary: int32[X], see `SlotHashes.shared_prefix_boundary`.
-    shared_tokens: int32[X, 2], see `SlotHashes`.
+    hashes: the hashes of X slots.
 
   Returns:
     int32[X].
   """
-  resent, shared = kept_ends(config, prompt_length, boundary, shared_tokens)
+  resent, shared = kept_ends(config, hashes)
   retention = config.state_retention
   is_shared = jnp.any(end[:, None] == shared, axis=1)
   if retention is not None and retention.interval:
@@ -148,40 +143,34 @@ def reason_to_keep(
   return jnp.where(is_shared, SHARED, jnp.where(is_resent, RESENT, PASSED))
 
 
-def kept_ends(
-  config: CacheConfig,
-  prompt_length: Array,
-  boundary: Array,
-  shared_tokens: Array,
-) -> tuple[Array, Array]:
-  """Returns the numbers of tokens after which states are kept.
+def kept_ends(config: CacheConfig, hashes: SlotHashes) -> tuple[Array, Array]:
+  """Returns the numbers of tokens after which X slots keep states.
 
-  Takes arrays as `reason_to_keep`. Returns int32[X, 2], the ends for the same
-  prompt, and int32[X, 3], the ends that other prompts share; 0 for none.
+  Takes arguments as `reason_to_keep`. Returns int32[X, 2], the ends for the
+  same prompt, and int32[X, 3], the ends that other prompts share; 0 for none.
   """
+  assert hashes.prompt_length is not None  # Requires a `StateRetention`.
+  assert hashes.shared_prefix_boundary is not None
+  assert hashes.shared_tokens is not None
   align = config.alignment
   # With a draft model, a hit is one page shorter.
-  longest = elementwise.quotient(jnp.maximum(prompt_length - 1, 0), align)
+  longest = jnp.maximum(hashes.prompt_length - 1, 0)
+  longest = elementwise.quotient(longest, align)
   longest = jnp.maximum(longest - int(config.use_eagle), 0) * align
   resent = jnp.stack([longest, jnp.maximum(longest - align, 0)], axis=-1)
-  shared = jnp.concatenate([boundary[:, None], shared_tokens], axis=-1)
+  boundary = hashes.shared_prefix_boundary[:, None]
+  shared = jnp.concatenate([boundary, hashes.shared_tokens], axis=-1)
   return resent, elementwise.quotient(shared, align) * align
 
 
 def next_kept_end(
-  config: CacheConfig,
-  length: Array,
-  prompt_length: Array,
-  boundary: Array,
-  shared_tokens: Array,
+  config: CacheConfig, length: Array, hashes: SlotHashes
 ) -> Array:
   """Returns int32[X]: the first end after `length` that is kept, or NOWHERE.
 
-  Takes arrays as `reason_to_keep`; `length`, int32[X], is a number of tokens.
+  Takes arguments as `reason_to_keep`; `length`, int32[X], counts tokens.
   """
-  ends = jnp.concatenate(
-    kept_ends(config, prompt_length, boundary, shared_tokens), axis=-1
-  )
+  ends = jnp.concatenate(kept_ends(config, hashes), axis=-1)
   retention = config.state_retention
   if retention is not None and retention.interval:
     interval = retention.interval

@@ -5,6 +5,7 @@ import functools
 from typing import NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -341,18 +342,11 @@ def _reasons(
   slot, group, column = place
   if hashes.shared_tokens is None:
     return None
-  assert hashes.prompt_length is not None  # Like `shared_tokens`.
-  assert hashes.shared_prefix_boundary is not None
   page_size = indexing.take(jnp.asarray(config.page_sizes, jnp.int32), group)
   # The column of an invalid item is too large for the product.
   end = (jnp.where(column < indexing.NOWHERE, column, 0) + 1) * page_size
-  reason = prefix_rules.reason_to_keep(
-    config,
-    end,
-    indexing.take(hashes.prompt_length, slot),
-    indexing.take(hashes.shared_prefix_boundary, slot),
-    indexing.take(hashes.shared_tokens, slot),
-  )
+  of_slots = jax.tree.map(lambda array: indexing.take(array, slot), hashes)
+  reason = prefix_rules.reason_to_keep(config, end, of_slots)
   is_state = indexing.take(recurrent.holds_states(config)[0], group, fill=False)
   return jnp.where(is_state, reason, prefix_rules.SHARED)
 
