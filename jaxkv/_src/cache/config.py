@@ -82,9 +82,9 @@ class StateRetention:
   - every `interval` tokens;
   - at its last page end, until a longer sequence continues from there.
 
-  The first two states of a prompt are given up when the sequence continues
-  past them, once the pool had to evict a page. Other states leave only by
-  eviction.
+  If the pool had to evict a page before, the states of the first item are given
+  up as soon as the sequence continues past them. Those of the next three items
+  leave only by eviction.
 
   A sequence holds at most two states if `recycle` comes before each `allocate`:
   the last one at a page end, and the running state, which moves from page to

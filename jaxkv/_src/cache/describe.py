@@ -59,9 +59,9 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
 def _suffixes(num_pools: int) -> list[str]:
   """Returns a text that names each pool; an empty one for a single pool."""
-  return [f" of pool {pool}" for pool in range(num_pools)] * (
-    num_pools > 1
-  ) or [""]
+  if num_pools == 1:
+    return [""]
+  return [f" of pool {pool}" for pool in range(num_pools)]
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:

@@ -1,7 +1,6 @@
 """export: removes sequences from a rollout, for another one to continue."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -125,7 +124,7 @@ def _export(
     sources = []
     for groups, limit in zip(cache_config.groups_of_pools, limits, strict=True):
       index = jnp.asarray(groups)
-      num_listed = min(limit, math.prod(shape) // shape[1] * len(groups))
+      num_listed = min(limit, shape[0] * len(groups) * columns)
       listed, page_index = _numbered(pages[:, index], num_listed)
       sources.append(listed)
       page = page.at[:, index].set(page_index)

@@ -251,19 +251,13 @@ def rank_by_pool(
     int32[W], for each page, the number of valid pages of its pool up to and
     with this page; and int32[P], the number of valid pages of each pool.
   """
-  counts = loops.cumulative_sums(_in_pools(numbers, pages, valid))
+  counts = counts_by_pool(numbers, pages, valid)
   return numbers.value_of(counts, pages), counts[:, -1]
 
 
-def count_until(
-  numbers: PageNumbers, pages: Array, valid: Array, lanes: Array
-) -> Array:
-  """Counts the valid pages of each page's pool, up to and with some lane.
-
-  Takes arrays as `rank_by_pool`, and `lanes`, int32[W], the lane of each page.
-  """
-  counts = loops.cumulative_sums(_in_pools(numbers, pages, valid))
-  return numbers.value_of([indexing.take(c, lanes) for c in counts], pages)
+def counts_by_pool(numbers: PageNumbers, pages: Array, valid: Array) -> Array:
+  """Returns int32[P, W]: the valid pages of each pool up to and with a page."""
+  return loops.cumulative_sums(_in_pools(numbers, pages, valid))
 
 
 def _count_by_pool(numbers: PageNumbers, pages: Array, valid: Array) -> Array:

@@ -302,17 +302,19 @@ def drop_ranges(
   start = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
   last_lane = start + indexing.take(counts, items.row) - 1
   numbers = pool.queue.numbers
-  num_before, num_until = (
-    free_queue.count_until(numbers, pages, unqueued, lanes)
-    for lanes in (start - 1, last_lane)
-  )
-  rank, _ = free_queue.rank_by_pool(numbers, pages, unqueued)
+  num_unqueued = free_queue.counts_by_pool(numbers, pages, unqueued)
+
+  def count_until(lanes: Array) -> Array:
+    counts = [indexing.take(count, lanes) for count in num_unqueued]
+    return numbers.value_of(counts, pages)
+
+  rank = numbers.value_of(num_unqueued, pages)
   queue = free_queue.push(
     pool.queue,
     pages,
     freed & ~unqueued,
     unqueued,
-    turn=num_before + num_until - rank,
+    turn=count_until(start - 1) + count_until(last_lane) - rank,
   )
   return dataclasses.replace(pool, queue=queue)
 

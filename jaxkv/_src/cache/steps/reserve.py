@@ -280,8 +280,8 @@ def in_order(
   hopeless = asked & jnp.any(need > limit, axis=1)
 
   def overdrawn(granted: Array) -> Array:
-    taken = jnp.where(granted[:, None], need, 0)
-    num_taken = loops.cumulative_sums(taken.T).T
+    num_pages = jnp.where(granted[:, None], need, 0)
+    num_taken = loops.cumulative_sums(num_pages.T).T
     return granted & jnp.any(num_taken > limit, axis=1)
 
   def refuse(granted: Array) -> Array:

@@ -289,8 +289,7 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
   Args:
     packed: [N, ...], N columns with the tokens of P rows, row after row.
     num_tokens: int32[P], number of tokens of each row.
-    width: static; T. Tokens of a row past T are dropped. A rollout drops none,
-      because it schedules at most a page of tokens per packed row.
+    width: static; T. Tokens of a row past T are dropped; with T = N, none.
 
   Returns:
     [P, T, ...], with arbitrary tokens past `num_tokens`.
