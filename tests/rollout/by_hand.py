@@ -50,6 +50,13 @@ def model(params, batch, kv):
   return jnp.einsum("bthd,vd->btv", output, jnp.asarray(_TOKENS)), kv
 
 
+def last_token_model(params, batch, kv):
+  """Returns logits of the last token alone, without K/V."""
+  del kv
+  last_tokens = batch.tokens[0].at[batch.columns].get(mode="clip")
+  return params[last_tokens], None
+
+
 def logits_of(tokens: list[int]) -> np.ndarray:
   """Returns the logits of the last token, float32[V], computed in float64."""
   x = (_TOKENS[tokens] + _POSITIONS[: len(tokens)]).astype(np.float64)

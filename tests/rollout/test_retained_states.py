@@ -13,6 +13,7 @@ import pytest
 import jaxkv
 from jaxkv import kv as memory
 from jaxkv import rollout
+from tests.rollout import by_hand
 
 pytestmark = pytest.mark.slow
 
@@ -21,17 +22,10 @@ _GROUPS = (jaxkv.FullAttention(), jaxkv.Recurrent(pool=1))
 _RETENTION = jaxkv.StateRetention()
 
 
-def _model(params, batch, kv):
-  """Returns logits of the last token alone, without K/V."""
-  del kv
-  last_tokens = batch.tokens[0].at[batch.columns].get(mode="clip")
-  return params[last_tokens], None
-
-
 @functools.cache
 def _program():
   params = 9 * jax.random.normal(jax.random.key(2), (_WORDS, _WORDS))
-  run = functools.partial(rollout.generate, model=_model)
+  run = functools.partial(rollout.generate, model=by_hand.last_token_model)
   return jax.jit(functools.partial(run, params))
 
 

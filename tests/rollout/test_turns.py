@@ -8,22 +8,18 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
+from tests.rollout import by_hand
 
 pytestmark = pytest.mark.slow
 
 _TURNS, _PAGE = 4, 4
 
 
-def _model(params, batch, kv):
-  """Returns logits of the last token alone, without K/V."""
-  del kv
-  last_tokens = batch.tokens[0].at[batch.columns].get(mode="clip")
-  return params[last_tokens], None
-
-
 @functools.cache
 def _program():
-  return jax.jit(functools.partial(rollout.generate, model=_model))
+  return jax.jit(
+    functools.partial(rollout.generate, model=by_hand.last_token_model)
+  )
 
 
 def _conversations(count: int) -> tuple[rollout.RolloutState, jax.Array]:
