@@ -43,6 +43,12 @@ HOLES = (("evict", 24), ("match", 24), ("new_epoch", 0))
 HOLES += (("reset_prefix_cache", 0),)
 
 
+def _with_popped_pages(out, g):
+  """The count of free pages includes those that were popped."""
+  num_free = g.pool.queue.num_free
+  return replace(out[0], queue=replace(out[0].queue, num_free=num_free)), out[1]
+
+
 def _every_item_leaves(out, g):
   """Items count as pages that leave the queue, also those named twice."""
   count = jnp.sum(g.valid, dtype=jnp.int32)
@@ -126,10 +132,8 @@ def _all_at_once(g):
 MUTANTS = {
   # --- the free queue --------------------------------------------------------
   "pop does not count": Mutant(
-    "cache.pool.free_queue:pop",
-    returned(
-      lambda out, g: (replace(out[0], num_free=g.queue.num_free), out[1])
-    ),
+    "cache.pool.page_pool:pop",
+    returned(_with_popped_pages),
     ("allocate",),
   ),
   "a page touched twice leaves twice": Mutant(
