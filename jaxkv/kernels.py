@@ -12,8 +12,8 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
   attention over one pool, only with `xla` and `triton`
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
-- `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
-  pages, in place if the pages are donated or carried by a loop
+- `append_pages`: writes new tokens into their pages, in place if the pages are
+  donated or carried by a loop; `quantize`, for 8-bit pages
 - `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,

@@ -9,9 +9,7 @@ shape, value or device is not supported ValueError, and a backend that is
 unknown or does not support the call NotImplementedError.
 """
 
-from jaxkv_kernels._src.append import append_kv
 from jaxkv_kernels._src.append import append_pages
-from jaxkv_kernels._src.append import append_quantized
 from jaxkv_kernels._src.attention.api import paged_attention
 from jaxkv_kernels._src.attention.api import paged_attention_padded
 from jaxkv_kernels._src.attention.api import paged_decode
@@ -38,9 +36,7 @@ __all__ = [
   "BLOCK_TOKENS",
   "AttentionOptions",
   "SharedPrefix",
-  "append_kv",
   "append_pages",
-  "append_quantized",
   "cascade_decode",
   "copy_pages",
   "gather_pages",

@@ -14,7 +14,6 @@ from tests.kernels.backends import call_of
 
 POOL, IDS = jnp.ones((5, 2, 4, 8)), jnp.ones(3, jnp.int32)
 BYTES, NEW = jnp.ones(POOL.shape, jnp.int8), jnp.ones((3, 2, 8))
-WHERE = {"page_ids": IDS, "offsets": IDS, "page_offset": jnp.int32(0)}
 ATTENTION = {
   "page_offset": jnp.int32(0),
   "scale": jnp.float32(1),
@@ -46,17 +45,16 @@ def packed(**changes):
   return {**call, **changes}
 
 
-def appended(**sides):
-  """Arguments of a call that appends the same tokens as keys and as values."""
-  arrays = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
-  return {**arrays, **WHERE}
-
-
 # A valid call of each function, with arrays for as many arguments as possible.
 CALLS = {
-  "append_kv": appended(pages=BYTES, new=NEW, scale=jnp.ones(2)),
-  "append_quantized": appended(pages=BYTES, new=NEW, scale=POOL[..., 0]),
-  "append_pages": {"pages": POOL, "new": NEW, **WHERE},
+  "append_pages": {
+    "pages": BYTES,
+    "new": NEW,
+    "page_ids": IDS,
+    "offsets": IDS,
+    "page_offset": jnp.int32(0),
+    "scale": jnp.ones(2),
+  },
   "copy_pages": {"pages": POOL, "src": IDS, "dst": IDS, "num_layers": 1},
   "gather_pages": {
     "pages": POOL,
@@ -153,23 +151,12 @@ class TestEveryFunction:
   @pytest.mark.parametrize(
     ("function", "changes", "message"),
     [
-      ("append_pages", {"pages": BYTES}, "`new` .* got float32; `quantize` it"),
-      ("append_pages", {"new": NEW.astype(jnp.int8)}, "`new` must be"),
+      ("append_pages", {"scale": None}, "`new` .* float32; `quantize` it"),
+      ("append_pages", {"new": NEW.astype(jnp.int8)}, "`new` must be floats"),
+      ("append_pages", {"new": NEW.astype(jnp.uint8)}, "`new` .* got uint8"),
       ("append_pages", {"page_ids": IDS[None]}, "`page_ids` must be a vector"),
-      ("append_kv", {"k_scale": None}, "`k_new` .* got float32; `quantize` it"),
-      ("append_kv", {"v_scale": None}, "`v_new` .* got float32; `quantize` it"),
-      ("append_kv", {"k_new": NEW.astype(jnp.int8)}, "`k_new` must be floats"),
-      ("append_kv", {"v_new": NEW.astype(jnp.uint8)}, "`v_new` .* got uint8"),
-      (
-        "append_quantized",
-        {"v_new": NEW.astype(jnp.int8)},
-        "`v_new` must be floats, got int8; pass values",
-      ),
-      (
-        "append_quantized",
-        {"k_pages": POOL, "v_pages": POOL},
-        "`k_pages` must be int8, .* to have scales, got float32",
-      ),
+      ("append_pages", {"pages": POOL[0]}, "`new` must be"),
+      ("append_pages", {"pages": POOL[0, 0]}, r"`pages` must be \[N, K, S, D"),
       ("copy_pages", {"num_layers": 0}, "`num_layers` .* at least 1, got 0"),
       ("copy_pages", {"num_layers": 2.0}, "`num_layers` .* int .* got 2.0"),
       ("copy_pages", {"num_layers": 2}, "`num_layers` .* divisor .* got 2"),

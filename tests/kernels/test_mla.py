@@ -144,7 +144,7 @@ class TestDecode:
       for pool, new in (
         (jnp.zeros((3, 1, 4, 24)), latents),
         (jnp.zeros((3, 1, 4, 24), jnp.int8), stored),
-        (jnp.zeros((3, 1, 4, 1)), factors[..., None]),
+        (jnp.zeros((3, 1, 4)), factors),
       )
     ]
     (expected, _), (out, _) = (
@@ -156,7 +156,7 @@ class TestDecode:
         value_dim=20,
         options=kernels.AttentionOptions(scale=0.2, k_scale=scale),
       )
-      for pages, scale in ((pools[0], None), (pools[1], pools[2][..., 0]))
+      for pages, scale in ((pools[0], None), (pools[1], pools[2]))
     )
     # Half a step of 1 / 127 for numbers of up to 4, in logits and values.
     np.testing.assert_allclose(out, expected, atol=0.05)

@@ -47,7 +47,7 @@ def write(
   Returns:
     The pages.
   """
-  new_tokens = {"k": k} if kv.v is None else {"k": k, "v": v}
+  new_tokens = {"k": k} if v is None else {"k": k, "v": v}
   if (v is None) != (kv.v is None):
     expected = "an array, unless the pages hold latents"
     if kv.v is None:
@@ -67,57 +67,33 @@ def write(
       arguments.refuse(TypeError, name, expected, array.dtype, hint)
   check_rows(view, "k", k)
   check_layer(kv, layer)
-  return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
+  return _write(kv, view, jnp.asarray(layer, jnp.int32), new_tokens)
 
 
 # Inlined into a caller's `jit`, which decides whether to donate the pools.
 # Without donation each call copies them.
 @functools.partial(jax.jit, inline=True)
 def _write(
-  kv: KVPages,
-  view: AnyView,
-  layer: jax.Array,
-  k: jax.Array,
-  v: jax.Array | None,
+  kv: KVPages, view: AnyView, layer: jax.Array, new_tokens: dict[str, jax.Array]
 ) -> KVPages:
-  targets = token_places(kv, view, k.shape[1])
-  if kv.v is None or v is None:
-    return _write_latents(kv, layer, k, targets)
-  new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
-  # The offset selects the layer, because a slice of one layer would be a copy.
-  offset = layer * kv.num_pages
-  if kv.k_scale is None or kv.v_scale is None:
-    k_pages, v_pages = kernels.append_kv(
-      kv.k, kv.v, *new, *targets, page_offset=offset
-    )
-    return dataclasses.replace(kv, k=k_pages, v=v_pages)
-  k_pages, v_pages, k_scale, v_scale = kernels.append_quantized(
-    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *targets, page_offset=offset
+  page_ids, offsets = token_places(kv, view, new_tokens["k"].shape[1])
+  append = functools.partial(
+    kernels.append_pages,
+    page_ids=page_ids,
+    offsets=offsets,
+    # Selects the layer, because a slice of one layer would be a copy.
+    page_offset=layer * kv.num_pages,
   )
-  return dataclasses.replace(
-    kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
-  )
-
-
-def _write_latents(
-  kv: KVPages,
-  layer: jax.Array,
-  k: jax.Array,
-  targets: tuple[jax.Array, jax.Array],
-) -> KVPages:
-  """Writes latents [B, T, 1, D] at `targets`, from `token_places`."""
-  new = k.reshape(-1, *k.shape[2:])
-  offset = layer * kv.num_pages
-  if kv.k_scale is None:
-    pages = kernels.append_pages(kv.k, new, *targets, page_offset=offset)
-    return dataclasses.replace(kv, k=pages)
-  elements, scale = kernels.quantize(new, kv.k.dtype)
-  pages = kernels.append_pages(kv.k, elements, *targets, page_offset=offset)
-  # `append_pages` writes vectors, so a scale becomes a vector of one element.
-  scales = kernels.append_pages(
-    kv.k_scale[..., None], scale[..., None], *targets, page_offset=offset
-  )
-  return dataclasses.replace(kv, k=pages, k_scale=scales[..., 0])
+  arrays = {}
+  for name, array in new_tokens.items():
+    pages = getattr(kv, name)
+    new = array.reshape(-1, *array.shape[2:])
+    if kv.k_scale is not None:
+      new, factors = kernels.quantize(new, pages.dtype)
+      scales = getattr(kv, f"{name}_scale")
+      arrays[f"{name}_scale"] = append(scales, factors)
+    arrays[name] = append(pages, new)
+  return dataclasses.replace(kv, **arrays)
 
 
 def token_places(

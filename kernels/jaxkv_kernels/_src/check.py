@@ -101,10 +101,13 @@ def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:
     refuse(ValueError, "v_pages", f"[{axes}, Dv], like k_pages", v_pages)
 
 
-def pool(name: str, pages: jax.Array) -> None:
-  """Accepts [N, K, S, D] without empty axes, in one of the pool dtypes."""
+def pool(name: str, pages: jax.Array, num_axes: tuple[int, ...] = (4,)) -> None:
+  """Accepts [N, K, S, D] without empty axes, in one of the pool dtypes.
+
+  Also accepts [N, K, S], a pool of scales, if `num_axes` contains 3.
+  """
   is_array(name, pages)
-  if pages.ndim != 4 or 0 in pages.shape:
+  if pages.ndim not in num_axes or 0 in pages.shape:
     refuse(ValueError, name, "[N, K, S, D] with no axis of size 0", pages)
   pool_dtype(name, pages.dtype)
 
