@@ -16,9 +16,6 @@ from jaxkv_kernels._src.attention.api import paged_decode
 from jaxkv_kernels._src.attention.cascade import cascade_decode
 from jaxkv_kernels._src.attention.choose import BACKENDS
 from jaxkv_kernels._src.attention.merge import merge_states
-from jaxkv_kernels._src.attention.mla import mla_attention
-from jaxkv_kernels._src.attention.mla import mla_attention_padded
-from jaxkv_kernels._src.attention.mla import mla_decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.query_packing import tile_queries
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
@@ -43,9 +40,6 @@ __all__ = [
   "load",
   "logical_dtype",
   "merge_states",
-  "mla_attention",
-  "mla_attention_padded",
-  "mla_decode",
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",

@@ -65,15 +65,6 @@ CALLS = {
   "merge_states": {"out": NEW, "lse": NEW[..., 0]},
   "quantize": {"values": NEW, "pool_dtype": "uint8"},
   "store": {"values": NEW, "pool_dtype": "uint16"},
-  "mla_decode": {
-    "q": jnp.ones((2, 4, 8)),
-    "pages": jnp.ones((5, 1, 4, 8)),
-    "page_table": jnp.ones((2, 3), jnp.int32),
-    "lengths": jnp.ones(2, jnp.int32),
-    "value_dim": 6,
-    "scale": jnp.float32(1),
-    "k_scale": jnp.ones(1),
-  },
   "paged_decode": arguments(**ATTENTION),
   "paged_attention": packed(**ATTENTION, tree_mask=jnp.ones((3, 2), bool)),
 }

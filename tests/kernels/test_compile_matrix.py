@@ -83,14 +83,14 @@ def compile_latent(target, dtype, heads):
   shape = jax.ShapeDtypeStruct
   pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
   decode = functools.partial(
-    kernels.mla_decode,
+    kernels.paged_decode,
     value_dim=512,
     options=kernels.AttentionOptions(scale=192**-0.5),
     backend="triton",
   )
   program = compile_for(
     target,
-    jax.jit(decode),
+    jax.jit(lambda q, pages, *where: decode(q, pages, None, *where)),
     shape((BATCH, heads, 576), query_dtype(dtype)),
     pages,
     shape((BATCH, TOKENS // 16), jnp.int32),

@@ -73,7 +73,7 @@ def queries(name: str, q: jax.Array, letters: str) -> None:
     refuse(TypeError, name, _one_of(_QUERY_DTYPES), q.dtype)
 
 
-def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
+def pools(q: jax.Array, k_pages: jax.Array, v_pages: Any) -> None:
   """Accepts K and V pools that match each other and the queries."""
   pool_pair(k_pages, v_pages)
   same_devices("q", q, k_pages=k_pages, v_pages=v_pages)
@@ -87,6 +87,22 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
       f"`q` must have a number of heads that is a multiple of {kv_heads}, the"
       f" number of heads of k_pages, got {heads}."
     )
+
+
+def latents(q: jax.Array, k_pages: jax.Array, v_pages: Any, size: int) -> None:
+  """Accepts a pool of latents that matches q, whose values have `size`."""
+  pool("k_pages", k_pages)
+  dim = q.shape[-1]
+  if k_pages.shape[1] != 1 or k_pages.shape[3] != dim:
+    expected = f"[N, 1, S, {dim}], one head with the head size of q"
+    refuse(ValueError, "k_pages", expected, k_pages)
+  count("value_dim", size)
+  if size > dim:
+    expected = f"at most {dim}, the size of a latent vector"
+    refuse(ValueError, "value_dim", expected, size)
+  if v_pages is not None:
+    refuse(ValueError, "v_pages", "None with `value_dim`", v_pages)
+  same_devices("q", q, k_pages=k_pages)
 
 
 def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:

@@ -7,7 +7,6 @@
 | `api` | `paged_decode`, `paged_attention_padded`, `paged_attention` |
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
-| `mla` | multi-head latent attention |
 | `options` | the options of a call, and its checked arguments |
 | `calls` | the steps that all functions share |
 | `choose` | choosing the backend of a call |

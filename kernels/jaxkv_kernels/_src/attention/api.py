@@ -1,4 +1,4 @@
-"""The public functions of paged attention over keys and values.
+"""The public functions of paged attention over keys and values, or latents.
 
 | function | queries |
 |---|---|
@@ -9,13 +9,16 @@
 The docstring of the package `attention` defines the letters.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import as_options
 from jaxkv_kernels._src.attention.options import check_options
 
@@ -23,10 +26,11 @@ from jaxkv_kernels._src.attention.options import check_options
 def paged_decode(
   q: jax.Array,
   k_pages: jax.Array,
-  v_pages: jax.Array,
+  v_pages: jax.Array | None,
   page_table: jax.Array,
   lengths: jax.Array,
   *,
+  value_dim: int | None = None,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
   backend: str = "auto",
@@ -43,15 +47,28 @@ def paged_decode(
   keys past position M * S - 1, but windows and ALiBi still count from the
   query's position.
 
+  Latents. Multi-head latent attention (DeepSeek-V2, section 2.1) stores one
+  vector for each token: its compressed representation, followed by the rotary
+  part of its key, such as 512 + 64 elements. The whole vector is the key, the
+  compressed part is the value, and all heads read the same vector. Queries must
+  be absorbed: multiply the part without rotary embedding by the up-projection
+  of the keys, and append the rotary part. Multiply the output by the
+  up-projection of the values. Only the backends `triton` and `xla` support
+  latents.
+
   Args:
     q: [B, H, D], float32, bfloat16 or float16: B sequences, H heads of D
       elements.
     k_pages: [N, K, S, D], N pages of S tokens, in a dtype that `logical_dtype`
       lists. H is a multiple of K; query head h reads K/V head h // (H // K).
-    v_pages: [N, K, S, Dv], same dtype.
+    v_pages: [N, K, S, Dv], same dtype; None for latents, for which K is 1.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     lengths: int32[B], tokens of each sequence, including the query's token.
-    options: `tree_mask` must be None.
+    value_dim: Dv of latents, the size of the compressed part, such as 512.
+    options: `tree_mask` must be None. For latents, `scale` is required, because
+      it depends on the head size of the queries before absorption, such as
+      1 / sqrt(128 + 64). They support neither `sinks` nor `alibi_slopes`, and
+      `k_scale` also dequantizes their values.
     page_offset: int32[], added to every page id. If layers share one pool, pass
       the layer's index times the number of pages of a layer.
     backend: one of `BACKENDS`.
@@ -78,15 +95,27 @@ def paged_decode(
     ... )
     >>> out.shape, float(out.min())
     ((2, 6, 8), 1.0)
+
+    Latent vectors of 576 elements:
+
+    >>> out, lse = paged_decode(
+    ...   jnp.ones((2, 16, 576)),
+    ...   jnp.ones((9, 1, 4, 576)),
+    ...   None,
+    ...   table,
+    ...   jnp.asarray([5, 2], jnp.int32),
+    ...   value_dim=512,
+    ...   options=AttentionOptions(scale=192**-0.5),
+    ... )
+    >>> out.shape
+    (2, 16, 512)
   """
   check.queries("q", q, "BHD")
-  check.pools(q, k_pages, v_pages)
   reason = "trees need several queries per sequence: use paged_attention_padded"
   as_options(options).refuse(reason, "tree_mask")
-  call_options = check_options(
-    options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
+  pools, call_options = _check(
+    q, k_pages, v_pages, value_dim, options, page_offset, interpret
   )
-  pools = (k_pages, v_pages)
   return calls.decode(
     "paged_decode", backend, q, pools, page_table, lengths, call_options
   )
@@ -95,11 +124,12 @@ def paged_decode(
 def paged_attention_padded(
   q: jax.Array,
   k_pages: jax.Array,
-  v_pages: jax.Array,
+  v_pages: jax.Array | None,
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
   *,
+  value_dim: int | None = None,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
   query_tile: int | None = None,
@@ -120,11 +150,12 @@ def paged_attention_padded(
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.
     k_pages: [N, K, S, D], as for `paged_decode`.
-    v_pages: [N, K, S, Dv], same dtype.
+    v_pages: [N, K, S, Dv], same dtype; None for latents.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     starts: int32[B], position of row b's first query.
     counts: int32[B], queries in row b, 0..T; 0 for an idle row.
-    options: all options; `tree_mask` is bool[B, T, X] for any X >= 1.
+    value_dim: as for `paged_decode`.
+    options: as for `paged_decode`; `tree_mask` is bool[B, T, X] for any X >= 1.
     page_offset: as for `paged_decode`.
     query_tile: static; the number of columns to compute at a time, so that
       neither the shapes of products nor their rounding depend on T. None for
@@ -137,15 +168,14 @@ def paged_attention_padded(
     padding give zeros and -inf.
   """
   check.queries("q", q, "BTHD")
-  check.pools(q, k_pages, v_pages)
-  call_options = check_options(
-    options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
+  pools, call_options = _check(
+    q, k_pages, v_pages, value_dim, options, page_offset, interpret
   )
   return calls.attend_padded(
     "paged_attention_padded",
     backend,
     q,
-    (k_pages, v_pages),
+    pools,
     page_table,
     starts,
     counts,
@@ -157,12 +187,13 @@ def paged_attention_padded(
 def paged_attention(
   q: jax.Array,
   k_pages: jax.Array,
-  v_pages: jax.Array,
+  v_pages: jax.Array | None,
   page_table: jax.Array,
   kv_lens: jax.Array,
   cu_q_lens: jax.Array,
   *,
   max_query_len: int | None = None,
+  value_dim: int | None = None,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
   backend: str = "auto",
@@ -178,15 +209,16 @@ def paged_attention(
   Args:
     q: [T, H, D], float32, bfloat16 or float16.
     k_pages: [N, K, S, D], as for `paged_decode`.
-    v_pages: [N, K, S, Dv], same dtype.
+    v_pages: [N, K, S, Dv], same dtype; None for latents.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     kv_lens: int32[B], tokens of each sequence, including its queries.
     cu_q_lens: int32[B + 1], ascending from 0.
     max_query_len: static; the maximum number of queries of one sequence, T if
       None. Further queries of a sequence give zeros and -inf.
-    options: all options; `tree_mask` is bool[T, X]: row t of q sees the key of
-      query j (from 0) of its sequence only if `tree_mask[t, j]`. A query that
-      is not in a tree needs a mask row of True.
+    value_dim: as for `paged_decode`.
+    options: as for `paged_decode`; `tree_mask` is bool[T, X]: row t of q sees
+      the key of query j (from 0) of its sequence only if `tree_mask[t, j]`. A
+      query that is not in a tree needs a mask row of True.
     page_offset: as for `paged_decode`.
     backend: one of `BACKENDS`.
     interpret: as for `paged_decode`.
@@ -196,18 +228,52 @@ def paged_attention(
     `cu_q_lens[-1]` on give zeros and -inf.
   """
   check.queries("q", q, "THD")
-  check.pools(q, k_pages, v_pages)
-  call_options = check_options(
-    options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
+  pools, call_options = _check(
+    q, k_pages, v_pages, value_dim, options, page_offset, interpret
   )
   return calls.attend_packed(
     "paged_attention",
     backend,
     q,
-    (k_pages, v_pages),
+    pools,
     page_table,
     kv_lens,
     cu_q_lens,
     max_query_len,
     call_options,
   )
+
+
+def _check(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array | None,
+  value_dim: int | None,
+  options: AttentionOptions | None,
+  page_offset: jax.Array | int,
+  interpret: Any,
+) -> tuple[calls.Pools, CallOptions]:
+  """Checks the common arguments of all functions; q is [..., H, D]."""
+  if value_dim is None:
+    check.pools(q, k_pages, v_pages)
+  else:
+    check.latents(q, k_pages, v_pages, value_dim)
+    options = as_options(options)
+    # The default, 1 / sqrt(D), would be wrong, because absorption changes the
+    # head size to D.
+    check.scalar("options.scale", options.scale, np.floating)
+    options.refuse("k_scale scales keys and values", "v_scale")
+    reason = "attention over latents does not support it"
+    options.refuse(reason, "sinks", "alibi_slopes")
+    # The pool holds both keys and values, so both have the same scale.
+    options = dataclasses.replace(options, v_scale=options.k_scale)
+  pools = (k_pages, k_pages if v_pages is None else v_pages)
+  call_options = check_options(
+    options,
+    q,
+    *pools,
+    page_offset=page_offset,
+    value_dim=value_dim,
+    interpret=interpret,
+  )
+  return pools, call_options
