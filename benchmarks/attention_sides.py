@@ -209,7 +209,7 @@ def dense(
   _only_plain(case)
   table = arrays.tables[0]
   keys, values = (
-    kernels.gather_pages(pages, table)
+    pages[table].swapaxes(2, 3).reshape(len(table), -1, *pages.shape[1::2])
     for pages in (arrays.k_pages, arrays.v_pages)
   )
 

@@ -14,7 +14,7 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 - `merge_states`: merges attention over disjoint parts of the keys
 - `append_pages`: writes new tokens into their pages, in place if the pages are
   donated or carried by a loop; `quantize`, for 8-bit pages
-- `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
+- `copy_pages`: copies pages within a pool
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
 tree masks, keys and values of different size. Pools hold float32, bfloat16,

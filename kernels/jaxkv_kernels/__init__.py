@@ -22,7 +22,6 @@ from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
 from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
 from jaxkv_kernels._src.pages import copy_pages
-from jaxkv_kernels._src.pages import gather_pages
 from jaxkv_kernels._src.quantization import load
 from jaxkv_kernels._src.quantization import logical_dtype
 from jaxkv_kernels._src.quantization import quantize
@@ -36,7 +35,6 @@ __all__ = [
   "append_pages",
   "cascade_decode",
   "copy_pages",
-  "gather_pages",
   "load",
   "logical_dtype",
   "merge_states",

@@ -1,4 +1,4 @@
-"""Appending tokens to pages, copying pages, gathering them."""
+"""Appending tokens to pages, copying pages."""
 
 import jax
 import jax.numpy as jnp
@@ -129,19 +129,3 @@ class TestCopy:
     ids = jnp.zeros(0, jnp.int32)
     with pytest.raises(ValueError, match=r"`num_layers` .* divisor .* 5"):
       kernels.copy_pages(random_pool("float32"), ids, ids, num_layers=5)
-
-
-class TestGather:
-  @pytest.mark.parametrize("storage", STORAGE)
-  def test_gathered_pages_are_dense(self, storage):
-    pool = random_pool(storage)
-    table = np.array([[1, 3], [12, 0], [-1, 2**31 - 1]], np.int32)
-    out = kernels.gather_pages(pool, jnp.asarray(table), page_offset=4)
-    assert out.dtype == kernels.logical_dtype(storage)
-    expected = np.zeros((3, 2, 4, 2, 8))
-    for index in ((0, 0), (0, 1), (1, 1)):
-      page = numbers(pool)[table[index] + 4]
-      expected[index] = page.swapaxes(0, 1)
-    np.testing.assert_array_equal(
-      np.asarray(out).astype(np.float64), expected.reshape(3, 8, 2, 8)
-    )

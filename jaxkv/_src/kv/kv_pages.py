@@ -1,14 +1,12 @@
 """The pages that hold keys and values, and operations on whole pages."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv import storage_dtypes
@@ -163,47 +161,6 @@ def init(
     value_dim=None if value_dim is None else int(value_dim),
     has_default_dtype=is_default,
   )
-
-
-def gather(
-  kv: KVPages, layer: jax.Array | int, page_table: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Gathers one layer's keys and values of sequences into dense arrays.
-
-  Args:
-    kv: the pages.
-    layer: int32[], 0..L-1.
-    page_table: int32[B, M], page ids; an id out of range reads as zeros.
-
-  Returns:
-    (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
-    formats in float32 with scales applied. Values of latents are
-    [B, M * S, 1, Dv]. Elements past a sequence's length are arbitrary.
-  """
-  check_layer(kv, layer)
-  arguments.check_int32("page_table", page_table, ("B", "M"))
-  return _gather(kv, jnp.asarray(layer, jnp.int32), page_table)
-
-
-@functools.partial(jax.jit, inline=True)
-def _gather(
-  kv: KVPages, layer: jax.Array, page_table: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  ids = in_layer(kv, in_memory(kv, page_table))
-  offset = layer * kv.num_pages
-
-  def dense(pages: jax.Array, scale: jax.Array | None) -> jax.Array:
-    tokens = kernels.gather_pages(pages, ids, page_offset=offset)
-    if scale is None:
-      return tokens
-    # Widened to float32 first, because 8 bits cannot hold the products.
-    factors = kernels.gather_pages(scale[..., None], ids, page_offset=offset)
-    return tokens.astype(jnp.float32) * factors
-
-  keys = dense(kv.k, kv.k_scale)
-  if kv.v is None:
-    return keys, keys[..., : kv.value_dim]
-  return keys, dense(kv.v, kv.v_scale)
 
 
 def check_config(config: CacheConfig) -> None:
