@@ -244,8 +244,16 @@ def in_memory(kv: Any, page_ids: jax.Array) -> jax.Array:
   return jnp.where(is_page, row, jnp.where(page_ids == 0, 0, kv.num_pages))
 
 
-def in_layer(kv: Any, rows: jax.Array) -> jax.Array:
-  """Returns rows of a layer, with L * N in place of rows out of range."""
-  # A row from N to L * N - 1 would be a page of another layer.
-  is_page = (rows >= 0) & (rows < kv.num_pages)
-  return jnp.where(is_page, rows, kv.num_layers * kv.num_pages)
+def page_index(kv: Any, page_ids: jax.Array, layer: jax.Array) -> jax.Array:
+  """Returns the index of each page of a layer in the arrays of any memory.
+
+  L * N, which is out of range, for the null page, for pages of other pools, and
+  for a layer out of range.
+  """
+  rows = in_memory(kv, page_ids)
+  # Without these checks, a number out of range could be a page of another
+  # layer.
+  is_page = (rows > 0) & (rows < kv.num_pages)
+  is_page &= (layer >= 0) & (layer < kv.num_layers)
+  no_index = jnp.int32(kv.num_layers * kv.num_pages)
+  return jnp.where(is_page, rows + layer * kv.num_pages, no_index)

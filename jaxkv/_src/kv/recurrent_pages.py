@@ -24,7 +24,7 @@ from jaxkv._src.kv.kv_pages import check_group
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.kv_pages import first_page_of
-from jaxkv._src.kv.kv_pages import in_memory
+from jaxkv._src.kv.kv_pages import page_index
 from jaxkv._src.kv.kv_pages import pages_of_group
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
@@ -252,13 +252,7 @@ def _state_rows(
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)
-  ids = in_memory(pages, ids)
-  # Without this check an id or a layer out of range could name another layer's
-  # page.
-  has_page = (ids > 0) & (ids < pages.num_pages)
-  has_page &= (layer >= 0) & (layer < pages.num_layers)
-  out_of_range = jnp.int32(pages.num_layers * pages.num_pages)
-  return jnp.where(has_page, ids + layer * pages.num_pages, out_of_range)
+  return page_index(pages, ids, layer)
 
 
 def _group_of(config: CacheConfig, group: int | None) -> int:
