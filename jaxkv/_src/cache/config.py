@@ -213,7 +213,7 @@ class CacheConfig:
       _check_choice(
         "offload_policy", self.offload_policy, choices, "an OffloadPolicy"
       )
-    elif not all(_by_pool(self.page_bytes)):
+    elif not all(by_pool(self.page_bytes)):
       raise ValueError(
         "`CacheConfig.page_bytes` must be at least 1 with an OffloadPolicy, "
         f"got {self.page_bytes}; use jaxkv.kv.page_bytes(kv) of a kv made with "
@@ -279,10 +279,10 @@ class CacheConfig:
       )
     for name in ("offload_pages", "page_bytes"):
       counts = getattr(self, name)
-      if counts and len(_by_pool(counts)) != num_pools:
+      if counts and len(by_pool(counts)) != num_pools:
         expected = f"a tuple with a number for each of {num_pools} pools"
         refuse(ValueError, f"CacheConfig.{name}", expected, counts)
-    offload_sizes = _by_pool(self.offload_pages)
+    offload_sizes = by_pool(self.offload_pages)
     if any(offload_sizes) and not all(offload_sizes):
       expected = "above 0 for all pools, or 0: a hit needs pages of all pools"
       refuse(
@@ -312,7 +312,7 @@ class CacheConfig:
     }
     for name, reason in needs_keys.items():
       value = getattr(self, name)
-      if any(_by_pool(value)) and not self.prefix_caching:
+      if any(by_pool(value)) and not self.prefix_caching:
         raise ValueError(
           f"`CacheConfig.{name}` needs prefix_caching=True: {reason}."
         )
@@ -341,13 +341,13 @@ class CacheConfig:
   @functools.cached_property
   def numbers(self) -> PageNumbers:
     """The numbers of all pages on the device."""
-    return PageNumbers(_by_pool(self.num_pages))
+    return PageNumbers(by_pool(self.num_pages))
 
   @functools.cached_property
   def offload_numbers(self) -> PageNumbers:
     """The numbers of offloaded pages; number q is N + q in the index."""
     # The first page of a pool is not used, so each pool has one number more.
-    sizes = _by_pool(self.offload_pages)
+    sizes = by_pool(self.offload_pages)
     return PageNumbers(tuple(size + 1 for size in sizes))
 
   @property
@@ -450,7 +450,7 @@ class CacheConfig:
       return None
     return tuple(
       num_bytes / policy.bytes_per_second * policy.tokens_per_second
-      for num_bytes in _by_pool(self.page_bytes)
+      for num_bytes in by_pool(self.page_bytes)
     )
 
   @property
@@ -486,7 +486,8 @@ def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
   return counts if any(counts) and counts[1:] else counts[0]
 
 
-def _by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
+def by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
+  """Returns the number of each pool; an int is the number of the only one."""
   return (counts,) if isinstance(counts, int) else counts
 
 
