@@ -477,8 +477,7 @@ def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
 
   A tuple of one number or of zeros becomes an int.
   """
-  is_tuple = isinstance(value, tuple)
-  if not is_tuple:
+  if not isinstance(value, tuple):
     return as_count(name, value, minimum)
   counts = tuple(as_count(name, count, minimum) for count in value)
   if not counts:

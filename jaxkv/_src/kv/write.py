@@ -75,6 +75,8 @@ def write(
 def _write(
   kv: KVPages, view: AnyView, layer: jax.Array, new_tokens: dict[str, jax.Array]
 ) -> KVPages:
+  # The index of a page includes the layer, because a slice of one layer would
+  # be a copy.
   places = token_places(kv, view, layer, new_tokens["k"].shape[1])
   arrays = {}
   for name, array in new_tokens.items():

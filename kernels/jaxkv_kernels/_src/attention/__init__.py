@@ -8,7 +8,7 @@
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
 | `options` | the options of a call, and its checked arguments |
-| `calls` | the steps that all functions share |
+| `calls` | steps that decoding and rectangles share |
 | `choose` | choosing the backend of a call |
 | `merge` | merging attention over disjoint parts of the keys |
 | `query_packing` | cutting packed queries into tiles |

@@ -13,10 +13,14 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import calls
+from jaxkv_kernels._src.attention import query_packing
+from jaxkv_kernels._src.attention.choose import choose_backend
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import as_options
@@ -116,9 +120,13 @@ def paged_decode(
   pools, call_options = _check(
     q, k_pages, v_pages, value_dim, options, page_offset, interpret
   )
-  return calls.decode(
-    "paged_decode", backend, q, pools, page_table, lengths, call_options
-  )
+  check.table(page_table, q.shape[0])
+  check.vector("lengths", lengths, q.shape[0])
+  check.same_devices("q", q, page_table=page_table, lengths=lengths)
+  call = calls.decode_call(q, pools, page_table, lengths, call_options)
+  module = choose_backend("paged_decode", backend, call)
+  out, lse = calls.decode_with(module, call)
+  return out.astype(q.dtype), lse
 
 
 def paged_attention_padded(
@@ -171,17 +179,34 @@ def paged_attention_padded(
   pools, call_options = _check(
     q, k_pages, v_pages, value_dim, options, page_offset, interpret
   )
-  return calls.attend_padded(
-    "paged_attention_padded",
-    backend,
-    q,
-    pools,
-    page_table,
-    starts,
-    counts,
-    query_tile,
-    call_options,
+  check.table(page_table, q.shape[0])
+  check.vector("starts", starts, q.shape[0])
+  check.vector("counts", counts, q.shape[0])
+  check.same_devices(
+    "q", q, page_table=page_table, starts=starts, counts=counts
   )
+  mask = call_options.tree_mask
+  check.tree_mask(mask, q.shape[:2], "options.tree_mask")
+  if query_tile is not None:
+    check.count("query_tile", query_tile)
+    if mask is not None:
+      hint = "with a tree, all columns are computed at once; omit query_tile"
+      check.refuse(ValueError, "options.tree_mask", "None", mask, hint)
+  if mask is not None:
+    call_options = dataclasses.replace(call_options, tree_starts=starts)
+  call = AttentionCall(
+    q=q,
+    k_pages=pools[0],
+    v_pages=pools[1],
+    page_table=page_table,
+    starts=starts,
+    counts=counts,
+    options=call_options,
+    query_tile=query_tile,
+  )
+  module = choose_backend("paged_attention_padded", backend, call)
+  out, lse = calls.attend_rectangle(module, call)
+  return out.astype(q.dtype), lse
 
 
 def paged_attention(
@@ -231,17 +256,34 @@ def paged_attention(
   pools, call_options = _check(
     q, k_pages, v_pages, value_dim, options, page_offset, interpret
   )
-  return calls.attend_packed(
-    "paged_attention",
-    backend,
-    q,
-    pools,
-    page_table,
-    kv_lens,
-    cu_q_lens,
-    max_query_len,
-    call_options,
+  check.table(page_table, None)
+  check.vector("kv_lens", kv_lens, page_table.shape[0])
+  check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
+  check.same_devices(
+    "q", q, page_table=page_table, kv_lens=kv_lens, cu_q_lens=cu_q_lens
   )
+  mask = call_options.tree_mask
+  check.tree_mask(mask, q.shape[:1], "options.tree_mask")
+  longest = check.max_query_len(max_query_len, q.shape[0])
+  kv_lens = jnp.asarray(kv_lens)
+  cu_q_lens = jnp.asarray(cu_q_lens)
+  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
+  if mask is not None:
+    call_options = dataclasses.replace(
+      call_options, tree_mask=tiles.pack(mask), tree_starts=tiles.run_starts
+    )
+  call = AttentionCall(
+    q=tiles.pack(q),
+    k_pages=pools[0],
+    v_pages=pools[1],
+    page_table=jnp.take(page_table, tiles.sequences, axis=0, mode="clip"),
+    starts=tiles.starts,
+    counts=tiles.counts,
+    options=call_options,
+  )
+  module = choose_backend("paged_attention", backend, call)
+  out, lse = tiles.unpack(*module.attend(call))
+  return out.astype(q.dtype), lse
 
 
 def _check(
