@@ -409,7 +409,7 @@ def test_computed_tokens_equal_the_models_count():
     lengths=np.asarray([[3, 3, 3]], np.int32),
   )
   _, scored = rollout.score(
-    None, state, *groups, model=rollout.all_logits(model), chunk=4
+    None, state, *groups, model=by_hand.all_logits(model), chunk=4
   )
   jax.effects_barrier()
   # P - 1 and G R: one call for the prompt, two for the completions, each with
