@@ -66,9 +66,7 @@ def group_layers(
 ) -> LayerGroups:
   """Divides layers into groups and pools.
 
-  Args:
-    kinds: the kind of each layer, with pool 0.
-    shapes: a key of each layer's data, equal for data of the same shape.
+  `shapes` has a key of each layer's data, equal for data of the same shape.
   """
   layers: dict[tuple[GroupKind, Hashable], int] = {}
   locations = []

@@ -259,18 +259,10 @@ def grant(
 def in_order(
   need: Array, asked: Array, available: Array, keep_free: Array
 ) -> Array:
-  """Serves rows in order and skips rows that do not fit.
+  """Returns bool[R]: the served rows of `asked`, without those that do not fit.
 
-  Args:
-    need: int32[R, P], the number of pages that a row needs from each pool, not
-      negative.
-    asked: bool[R], the rows to serve.
-    available: int32[P], the number of free pages of each pool.
-    keep_free: int32[R, P], pages that must stay free after a row is served, not
-      negative.
-
-  Returns:
-    bool[R], the rows served.
+  Row r fits if `need[r]`, int32[P], pages are `available`, int32[P], and leave
+  `keep_free[r]`, int32[P], pages. No number is negative.
   """
   # Rows that do not fit even alone are refused before the loop. If all other
   # rows fit, the loop does not run. Each iteration finds the first row that
@@ -329,11 +321,8 @@ def hold_hits(
 ) -> tuple[CacheState, Array]:
   """Adds a reference for each hit in `mask`; restores those in offload memory.
 
-  Args:
-    state: a cache with offload pages, and with a free page for each hit in
-      `mask` that is in offload memory.
-    hits: int32[R, G, P].
-    mask: bool[R, G, P], the hits to hold.
+  Requires a free page for each hit in offload memory. `hits` and `mask` are
+  [R, G, P].
 
   Returns:
     The cache, and `hits` with a device page in place of each restored page.
