@@ -34,12 +34,8 @@ def refuse(
 ) -> NoReturn:
   """Raises `error` with the message "`name` must be X, got Y; do Z.".
 
-  Args:
-    error: `TypeError` or `ValueError`.
-    name: the argument's name.
-    expected: X, a description of the values that are allowed.
-    value: the argument or its dtype, which `describe` formats as Y.
-    hint: Z; empty if the remedy is obvious.
+  X is what is `expected`, and `describe` formats the `value` as Y. "do Z" is
+  the `hint`, which is empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {expected}, got {describe(value)}{tail}")
