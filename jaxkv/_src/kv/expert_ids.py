@@ -17,10 +17,9 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv import storage_dtypes
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_layer
-from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.kv_pages import first_page_of
+from jaxkv._src.kv.kv_pages import num_rows
 from jaxkv._src.kv.kv_pages import page_index
-from jaxkv._src.kv.kv_pages import pages_of_group
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.write import token_places
@@ -100,10 +99,9 @@ def init_expert_ids(
     ((15, 4, 2), 5)
   """
   check_config(config)
-  check_sizes(config, group, num_layers=num_layers, width=width)
+  rows = num_rows(config, group, num_layers=num_layers, width=width)
   dtype = storage_dtypes.as_dtype("dtype", dtype, _FORMATS)
-  num_pages = num_layers * pages_of_group(config, group)
-  shape = (num_pages, config.page_sizes[group], width)
+  shape = (rows, config.page_sizes[group], width)
   return ExpertIdPages(
     values=jnp.zeros(shape, dtype),
     num_layers=int(num_layers),

@@ -137,13 +137,12 @@ def init(
   """
   check_config(config)
   head_sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
-  check_sizes(config, group, num_layers=num_layers, **head_sizes)
+  pages = num_rows(config, group, num_layers=num_layers, **head_sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
   is_default = dtype is None
   dtype = dtype or jnp.bfloat16
   dtype = storage_dtypes.as_dtype("dtype", dtype, storage_dtypes.FORMATS)
   storage_dtype = storage_dtypes.resolve(dtype, storage_dtype)
-  pages = num_layers * pages_of_group(config, group)
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   has_scales = dtype.itemsize == 1
   is_latent = value_dim is not None
@@ -178,20 +177,21 @@ def check_group(config: CacheConfig, group: int) -> None:
     arguments.refuse(ValueError, "group", expected, group)
 
 
-def check_sizes(
+def num_rows(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
-) -> None:
-  """Raises unless the group exists, sizes are valid and L * N fits int32."""
+) -> int:
+  """Returns L * N for a group's pool; raises unless all sizes are valid."""
   for name, count in {"num_layers": num_layers, **sizes}.items():
     arguments.as_count(name, count, 1)
   check_group(config, group)
+  num_pages = config.numbers.sizes[config.groups[group].pool]
   # The index of a page over all layers must fit int32.
-  num_pages = pages_of_group(config, group)
   if num_layers * num_pages > np.iinfo(np.int32).max:
     raise ValueError(
       "`num_layers` must be such that num_layers * num_pages fits int32, got"
       f" {num_layers} * {num_pages}."
     )
+  return num_layers * num_pages
 
 
 def _check_latents(
@@ -219,11 +219,6 @@ def check_layer(kv: Any, layer: jax.Array | int) -> None:
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
     expected = f"from 0 to {kv.num_layers - 1}"
     arguments.refuse(ValueError, "layer", expected, int(layer))
-
-
-def pages_of_group(config: CacheConfig, group: int) -> int:
-  """Returns N, the pages of a group's pool, its first page included."""
-  return config.numbers.sizes[config.groups[group].pool]
 
 
 def first_page_of(config: CacheConfig, group: int) -> int:

@@ -362,18 +362,6 @@ def hold_hits(
   return state, pages.reshape(hits.shape)
 
 
-def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: True for the hits that cost a free page.
-
-  These are the attached hits that are in the free queue or in offload memory.
-  """
-  attached = _attached(plan, hits)
-  costs = page_pool.is_free(state.pool, hits)
-  if state.pool.offload is not None:
-    costs |= hits > state.config.total_pages
-  return attached & costs
-
-
 def _attached(plan: Reservation, hits: Array) -> Array:
   """Returns bool[R, G, P]: True for the hits that new sequences attach."""
   inside = indexing.between(plan.first, plan.hit, hits.shape[2])
@@ -391,7 +379,11 @@ def _grant_with_hits(
   """Serves rows like `in_order`, but counts a hit of several rows once."""
   config = state.config
   available = state.pool.queue.num_free
-  free = free_hits(state, plan, hits) & asked[:, None, None]
+  # Attached hits in the free queue or in offload memory cost a free page.
+  free = page_pool.is_free(state.pool, hits)
+  if state.pool.offload is not None:
+    free |= hits > config.total_pages
+  free &= _attached(plan, hits) & asked[:, None, None]
 
   def cost_of(free: Array) -> Array:
     """Returns int32[R, P]: the free hits of each pool."""
