@@ -55,7 +55,7 @@ class Answer:
   Attributes:
     tokens: the drawn tokens, the stop token included.  # int32[T]
     log_probs: the log-prob of each token, before `top_k` and `top_p`, but after
-      the temperature if the engine is scaled; None if unrecorded.  # float32[T]
+      the temperature; None if unrecorded.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -117,16 +117,13 @@ class SamplingOptions:
       dense cache would need for a full queue.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-    max_length: the maximum number of tokens of a prompt with its answer. For a
-      longer request, a new engine replaces the old one.
   """
 
-  num_samples: int | None = None
-  num_jobs: int | None = None
-  num_pages: int | None = None
-  page_size: int = 16
-  prefill_chunk: int = 128
-  max_length: int | None = None
+  num_samples: int | None
+  num_jobs: int | None
+  num_pages: int | None
+  page_size: int
+  prefill_chunk: int
 
 
 def choose_sizes(
@@ -232,11 +229,8 @@ def check(job: Job, shapes: EngineSizes) -> None:
     )
 
 
-def batch(jobs: list[Job], shapes: EngineSizes, *, scaled: bool) -> JobBatch:
-  """Converts at most `shapes.num_jobs` jobs, which `check` accepts, to arrays.
-
-  `scaled` is True if the model divides its logits by the temperature.
-  """
+def batch(jobs: list[Job], shapes: EngineSizes) -> JobBatch:
+  """Converts at most `shapes.num_jobs` jobs, accepted by `check`, to arrays."""
   samples = shapes.num_samples
   num_rows = shapes.total
   prompts = np.zeros((shapes.num_jobs, shapes.max_length - 1), np.int32)
@@ -263,10 +257,9 @@ def batch(jobs: list[Job], shapes: EngineSizes, *, scaled: bool) -> JobBatch:
     lengths[index] = len(job.prompt)
     counts[index] = len(job.seeds)
     rows = slice(index * samples, index * samples + len(job.seeds))
-    # A scaled model has already divided the logits, so the draw must not divide
-    # them again.
-    temperature = float(job.temperature > 0) if scaled else job.temperature
-    columns["temperature"][rows] = temperature
+    # The engine's model divides the logits by the temperature, so the draw must
+    # not divide them again.
+    columns["temperature"][rows] = job.temperature > 0
     columns["max_tokens"][rows] = job.max_tokens
     columns["top_k"][rows] = job.top_k
     columns["top_p"][rows] = job.top_p

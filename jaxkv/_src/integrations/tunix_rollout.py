@@ -313,8 +313,7 @@ class TunixRollout:
     self._engine = QueueEngine(
       self._decoder,
       engine_sizes,
-      scaled=True,
-      banned=(self.pad_id(),),
+      banned=self.pad_id(),
       mesh=mesh,
       # A pool can only be sharded if each device gets whole K/V heads.
       split_heads=num_shards > 1
