@@ -58,8 +58,7 @@ def attend(
 
   Args:
     kv: the pages.
-    view: the rows and their new tokens; for a `PackedView`, B is 1. Backends
-      that take plans use `view.plan`.
+    view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
     q: [B, T, H, D], H query heads in T columns. H is a multiple of K, the
       number of K/V heads.
@@ -71,8 +70,8 @@ def attend(
     exact: True for outputs whose bits do not depend on the other queries of the
       call. Decode steps, chunks and whole sequences then give equal bits, at a
       higher cost. The page size must divide 64. With the backend "xla", all
-      such page sizes give the same bits. `view.shared` and `view.plan` are
-      ignored. Not supported with `tree_mask`.
+      such page sizes give the same bits. `view.shared` is ignored. Not
+      supported with `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the K/V heads over one mesh axis, such as
       `NamedSharding(mesh, P("model"))`. Each device then attends with its own
@@ -258,9 +257,8 @@ def _rectangle(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [B, T, H, D]."""
-  # A call with one column is a decode step, which can use shared pages and a
-  # plan. Decode kernels take no tree mask, because it may hide a query's own
-  # key.
+  # A call with one column is a decode step, which can use shared pages. Decode
+  # kernels take no tree mask, because it may hide a query's own key.
   if q.shape[1] == 1 and call["options"].tree_mask is None:
     out, lse = _attend_single(kv, view, q[:, 0], call)
     return out[:, None], lse[:, None]

@@ -80,7 +80,7 @@ class PackedView:
   tokens, because `write` stores all tokens before `attend` reads.
 
   Attributes:
-    decode: B rows of at most one new token each; can have `shared` and `plan`.
+    decode: B rows of at most one new token each; can have `shared`.
     prefill: rows with at most C tokens in total; None if C is 0.
   """
 

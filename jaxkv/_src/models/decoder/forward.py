@@ -76,7 +76,7 @@ def forward(
   it, or to those within the layer's window. Prefill, chunked prefill and decode
   are the same call with different T and `num_tokens`. With a `PackedView`, B is
   1 and T is the number of columns. Other rows change a row's logits only by
-  rounding, for example if the view has `shared` pages or a `plan`.
+  rounding, for example if the view has `shared` pages.
 
   `forward` does not donate `kv`, so a call outside your own `jit` copies it.
 
