@@ -15,6 +15,10 @@ from jaxkv._src.cache.page_numbers import PageNumbers
 
 _MINIMA = {"num_pages": 2, "offload_pages": 0, "page_bytes": 0}
 """The minima of the fields that have a number for each pool."""
+_CHOICES = {
+  "free_policy": ("unhashed_first", "lru"),
+  "prefix_rules": ("current", "classic"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +202,9 @@ class CacheConfig:
         object.__setattr__(self, field.name, counts)
       if field.type is bool:
         check_bool(name, value)
-    _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
-    _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
+    for name, choices in _CHOICES.items():
+      if (value := getattr(self, name)) not in choices:
+        refuse(ValueError, f"CacheConfig.{name}", f"one of {choices}", value)
     self._check_groups()
     self._check_pools()
     self._check_offload_policy()
@@ -208,11 +213,12 @@ class CacheConfig:
     self._check_caching()
 
   def _check_offload_policy(self):
-    if not isinstance(self.offload_policy, OffloadPolicy):
+    policy = self.offload_policy
+    if not isinstance(policy, OffloadPolicy):
       choices = "always", "never"
-      _check_choice(
-        "offload_policy", self.offload_policy, choices, "an OffloadPolicy"
-      )
+      if policy not in choices:
+        requirement = f"one of {choices} or an OffloadPolicy"
+        refuse(ValueError, "CacheConfig.offload_policy", requirement, policy)
     elif not all(by_pool(self.page_bytes)):
       raise ValueError(
         "`CacheConfig.page_bytes` must be at least 1 with an OffloadPolicy, "
@@ -488,13 +494,3 @@ def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
 def by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
   """Returns the number of each pool; an int is the number of the only one."""
   return (counts,) if isinstance(counts, int) else counts
-
-
-def _check_choice(
-  name: str, value: object, choices: tuple[str, ...], extra: str = ""
-) -> None:
-  if value not in choices:
-    extra = extra and f" or {extra}"
-    raise ValueError(
-      f"`CacheConfig.{name}` must be one of {choices}{extra}, got {value!r}."
-    )

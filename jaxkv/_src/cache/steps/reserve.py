@@ -57,10 +57,6 @@ class Reservation(NamedTuple):
     """int32[R, G]: the number of pages to pop."""
     return self.stop - self.fresh
 
-  def needed(self, config: CacheConfig) -> Array:
-    """Returns int32[R, P]: the number of pages to pop from each pool."""
-    return sum_by_pool(config, self.num_fresh)
-
   def of(self, valid: Array) -> "Reservation":
     """Keeps the columns of valid rows; other rows get empty ranges."""
     first, hit, fresh, stop = (
@@ -247,7 +243,7 @@ def grant(
   """
   chex.assert_equal_shape([code, plan.begins])
   asked = code == Status.OK
-  need = plan.needed(state.config)
+  need = sum_by_pool(state.config, plan.num_fresh)
   keep_free = sharding.zeros_like(need) if keep_free is None else keep_free
   if hits is None or hits.shape[-1] == 0:
     granted = in_order(need, asked, state.pool.queue.num_free, keep_free)
