@@ -106,57 +106,35 @@ class EngineSizes:
     return self.num_jobs * self.num_samples
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-  """Sizes of an engine; None chooses a size for the call that creates it.
-
-  Attributes:
-    num_samples: the maximum number of samples that share one prefill.
-    num_jobs: the number of prompts in the queue.
-    num_pages: pages of all pools together; None for half of the pages that a
-      dense cache would need for a full queue.
-    page_size: tokens of a page.
-    prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-  """
-
-  num_samples: int | None
-  num_jobs: int | None
-  num_pages: int | None
-  page_size: int
-  prefill_chunk: int
-
-
 def choose_sizes(
-  options: SamplingOptions,
   jobs: list[Job],
   max_length: int,
   plan: LayerPlan,
   old_sizes: EngineSizes | None,
+  *,
+  num_samples: int | None,
+  num_jobs: int | None,
+  num_pages: int | None,
+  page_size: int,
+  prefill_chunk: int,
 ) -> EngineSizes:
-  """Chooses the shapes of an engine for `jobs`.
+  """Chooses the shapes of an engine for the jobs of its first call.
 
-  Args:
-    options: the sizes that the user has chosen.
-    jobs: the jobs of the first call.
-    max_length: the maximum number of tokens of a prompt with its answer.
-    plan: the layer groups of the model.
-    old_sizes: sizes of the engine that is replaced; None for the first.
+  `max_length` is the maximum number of tokens of a prompt with its answer, and
+  `old_sizes` are those of the engine that is replaced; None for the first. The
+  user has chosen the other sizes, except those that are None.
   """
   # The new engine must also serve calls like earlier ones, so its queue is not
   # smaller than the old engine's.
-  num_samples = options.num_samples
   if num_samples is None:
     num_samples = max(len(job.seeds) for job in jobs)
     num_samples = max(num_samples, old_sizes.num_samples if old_sizes else 1)
-  num_jobs = options.num_jobs
   if num_jobs is None:
     num_jobs = len(split(jobs, num_samples))
     if num_jobs == 1 and len(jobs[0].seeds) == 1:
       num_jobs = _SOLO_JOBS
     num_jobs = max(num_jobs, old_sizes.num_jobs if old_sizes else 1)
-  page_size = options.page_size
   columns = -(-max_length // page_size)
-  num_pages = options.num_pages
   if num_pages is None:
     # The pools must have room for the longest sequence.
     tokens = num_jobs * num_samples * max_length
@@ -171,7 +149,7 @@ def choose_sizes(
     num_slots=min(num_jobs * num_samples, _MAX_SLOTS),
     num_pages=num_pages,
     page_size=page_size,
-    prefill_chunk=options.prefill_chunk,
+    prefill_chunk=prefill_chunk,
     num_stop_tokens=max(
       8, stops, old_sizes.num_stop_tokens if old_sizes else 0
     ),

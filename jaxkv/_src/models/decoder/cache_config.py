@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.config import StateRetention
 from jaxkv._src.cache.config import by_pool
@@ -97,12 +96,8 @@ def cache_config(
     (85, 854)
   """
   groups = cache_groups(decoder)
-  smallest = CacheConfig(
-    num_pages=(2,) * (1 + max(kind.pool for kind in groups)),
-    page_size=as_count("page_size", page_size, 1),
-    num_slots=1,
-    pages_per_slot=1,
-    groups=groups,
+  smallest = sized_config(
+    groups, num_slots=1, max_length=1, page_size=page_size
   )
   make_kv = functools.partial(
     init_kv, decoder, smallest, dtype=dtype, record_experts=record_experts
