@@ -63,13 +63,12 @@ class PoolNeeds(NamedTuple):
         for num_pages, num_cached in zip(pool_sizes, self.cached, strict=True)
       )
 
-    most_parts = 0
-    step = 1 << limit.bit_length()
-    while step:
-      if cost_of(with_parts(most_parts + step), costs) <= limit:
-        most_parts += step
-      step //= 2
-    return with_parts(most_parts)
+    # Rounded down, so a few more parts may fit.
+    remaining_cost = limit - cost_of(pool_sizes, costs)
+    num_fitting = remaining_cost * num_parts // cost_of(self.cached, costs)
+    while cost_of(with_parts(num_fitting + 1), costs) <= limit:
+      num_fitting += 1
+    return with_parts(num_fitting)
 
   def divide(self, num_pages: int, num_sequences: int) -> tuple[int, ...]:
     """Divides a number of pages between the pools.
