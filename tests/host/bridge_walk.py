@@ -304,11 +304,12 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
     "ref_count": pool.ref_count,
     "pin_count": pool.pin_count,
   }
-  # A host call that refuses a request is no failed row.
+  # A host call that refuses a request is no failed row, and the host does not
+  # look for tokens that only some groups have.
   fields |= {
     f"stats.{name}": getattr(state.stats, name)
     for name in jaxkv.results.Stats.names()
-    if name != "failed_rows"
+    if name not in ("failed_rows", "unusable_tokens")
   }
   is_occupied: Any = np.asarray(state.num_pages).any(axis=1)
   if state.hashes is not None and pool.index is not None:

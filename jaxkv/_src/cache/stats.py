@@ -20,6 +20,7 @@ class Stats:
     hit_tokens: cached tokens of admitted sequences.
     unusable_tokens: further tokens of these sequences that some groups had
       cached, but not all groups, such as keys and values without a state.
+      `jaxkv.host` does not count them.
     popped_pages: pages popped from the free queue, except restored pages.
     evicted_pages: cached pages that the device evicted to reuse their memory.
     published_pages: full pages that were published or merged.
