@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv import workers
 from jaxkv.integrations.ray import RayWorkers
+from tests.rollout.by_hand import requests_of
 from tests.workers import stub
 
 _WEIGHTS = {"layer": np.arange(8, dtype=np.float32)}
@@ -67,7 +68,7 @@ def _results(ray, monkeypatch, **options):
     make, 2, config=stub.CONFIG, retry_pause=0, **options
   ) as pool:
     pool.update_weights(_WEIGHTS)
-    ids = pool.submit(stub.requests_of(stub.random_prompts(40)))
+    ids = pool.submit(requests_of(stub.random_prompts(40)))
     assert stub.results_of(pool) == stub.expected_of(ids, version=1)
 
 

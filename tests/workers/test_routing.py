@@ -11,6 +11,7 @@ from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
 from jaxkv._src.workers.worker_state import WorkerState
+from tests.rollout.by_hand import requests_of
 from tests.workers import stub
 
 
@@ -27,7 +28,7 @@ def test_workers_leave_prompts_to_others_with_free_slots():
     lambda _: Waits(rows=100), 4, config=stub.CONFIG, max_failures=0
   ) as pool:
     # As many as there are slots.
-    ids = pool.submit(stub.requests_of(stub.random_prompts(16)))
+    ids = pool.submit(requests_of(stub.random_prompts(16)))
     assert stub.results_of(pool) == stub.expected_of(ids)
 
 
@@ -78,7 +79,7 @@ def test_families_of_prompts_stay_together():
     make = stub.Maker(lambda _: stub.StubWorker(**options))
     with workers.Pool(make, count, config=stub.CONFIG) as pool:
       for start in range(0, 1200, 100):
-        pool.submit(stub.requests_of(prompts[start : start + 100]))
+        pool.submit(requests_of(prompts[start : start + 100]))
       assert len(stub.results_of(pool)) == 1200
     return sum(worker.hits for worker in make.made)
 
@@ -89,7 +90,7 @@ def test_families_of_prompts_stay_together():
     worker = stub.StubWorker(**options)
     for start in range(worker_index, 1200, 32):
       part = prompts[start : start + 32 : 4]
-      worker.submit(stub.requests_of(part), list(range(len(part))))
+      worker.submit(requests_of(part), list(range(len(part))))
       while worker.room().prompts < 16:
         worker.advance()
     in_turn += worker.hits
