@@ -295,50 +295,6 @@ def test_disable_jit_gives_the_same(verb):
   assert_same(TABLE[verb](state, **args), plain)
 
 
-# With a rollout and a program of other tests, which costs no time here.
-def test_sequences_continue_in_another_rollout():
-  """Pages move too, also the last ones, which are not full."""
-  state, weights = _state_and_weights(0)
-  params = jnp.asarray(weights)
-  while not jnp.any(state.memory.cache.length % random_calls.SIZES.page_size):
-    state = random_calls.run(params, state, rollout.Until(steps=1))
-  ids, status = jax.device_get((state.queue.ids, state.queue.status))
-  running = ids[status == rollout.SequenceStatus.RUNNING].tolist()
-  present_ids = ids[status < rollout.SequenceStatus.EMPTY].tolist()
-  moved_ids = [*dict.fromkeys([*running, *present_ids])][:4]
-  _, exported = rollout.export(state, moved_ids)
-  target = random_calls.Calls(0).state
-  cache = target.memory.cache
-  epoch = jnp.copy(state.memory.cache.epoch)
-  root = jnp.copy(state.memory.cache.root)
-  cache = dataclasses.replace(cache, epoch=epoch, root=root)
-  memory = dataclasses.replace(target.memory, cache=cache)
-  target = dataclasses.replace(target, memory=memory)
-  target, out = rollout.import_sequences(target, exported)
-  assert out.ok.all()
-  rollout.check(target)
-  lengths = target.memory.cache.length.tolist()
-  runs = np.asarray(exported.runs)
-  num_computed = np.asarray(exported.num_computed)[runs].tolist()
-  assert any(length % random_calls.SIZES.page_size for length in num_computed)
-  assert sorted(filter(None, lengths)) == sorted(num_computed)
-  until = rollout.Until(steps=200)
-  target = random_calls.run(params, target, until)
-  assert int(target.counters.recomputed) == 0
-  expected = rollout.generated(random_calls.run(params, state, until))
-  actual = rollout.generated(target)
-  for row in np.flatnonzero(actual.valid):
-    (home,) = np.flatnonzero(expected.valid & (expected.ids == actual.ids[row]))
-    for name in ("tokens", "versions", "experts", "finish", "lengths"):
-      np.testing.assert_array_equal(
-        getattr(actual, name)[row], getattr(expected, name)[home], err_msg=name
-      )
-    # The sequence has another place in the packed batch.
-    np.testing.assert_allclose(
-      actual.log_probs[row], expected.log_probs[home], atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("verb", NAMING)
 class TestRows:
   def test_each_row_has_its_code(self, verb):
