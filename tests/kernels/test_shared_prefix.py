@@ -310,15 +310,6 @@ class TestSharedPrefix:
       kernels.plan_shared_prefix(**call)
 
   @pytest.mark.slow
-  def test_takes_numpy_arrays(self, always):
-    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
-    q = shapes.queries(case, shape, len(LENGTHS))
-    shared, expected = decode(case, q)
-    out = kernels.cascade_decode(q, *case.pools[:2], shared)
-    for a, b in zip(out, expected, strict=True):
-      np.testing.assert_allclose(a, b, atol=1e-5)
-
-  @pytest.mark.slow
   def test_with_64_bit_types(self, always):
     shape, case = sharing(shapes.SHAPES["alibi"])
     q = shapes.queries(case, shape, len(LENGTHS))
