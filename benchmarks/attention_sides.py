@@ -146,15 +146,16 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
 
 def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
-  """Calls `mla_decode`, and appends zeros to get the width of a query."""
+  """Decodes over latents, and appends zeros to get the width of a query."""
   value_dim = case.value_dim
   assert value_dim is not None
   padding = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
 
   def function(q, rotation, pages, tables, lengths):
-    out, _ = kernels.mla_decode(
+    out, _ = kernels.paged_decode(
       q,
       pages,
+      None,
       tables[rotation],
       lengths,
       value_dim=value_dim,
@@ -208,7 +209,7 @@ def dense(
   _only_plain(case)
   table = arrays.tables[0]
   keys, values = (
-    kernels.gather_pages(pages, table)
+    pages[table].swapaxes(2, 3).reshape(len(table), -1, *pages.shape[1::2])
     for pages in (arrays.k_pages, arrays.v_pages)
   )
 

@@ -96,8 +96,13 @@ def _prefill(config: models.Decoder, params: Any) -> _Call:
       part = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
       positions = start + jnp.arange(chunk, dtype=jnp.int32)[None]
       views = (_view(table, start[None], chunk),)
-      batch = jaxkv.kv.Batch(tokens=part, positions=positions, views=views)
-      return models.forward(params, batch, kv, config=config, logits="none")[1]
+      batch = jaxkv.kv.Batch(
+        tokens=part,
+        positions=positions,
+        views=views,
+        columns=jnp.zeros((0,), jnp.int32),
+      )
+      return models.forward(params, batch, kv, config=config)[1]
 
     kv = jax.lax.fori_loop(0, tokens // chunk, compute_chunk, kv)
     # Returns only one element, so that the pages are not copied out.

@@ -6,15 +6,15 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 - `paged_decode`: attention of one query for each sequence
 - `paged_attention`, `paged_attention_padded`: attention of several queries for
   each sequence (prompts, chunks, trees of drafts), packed or in a rectangle
+- the same with `value_dim=`: multi-head latent attention over one pool, only
+  with `xla` and `triton`
 - `plan_shared_prefix`, `cascade_decode`: decoding of samples of one prompt,
   which reads their shared pages once
-- `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
-  attention over one pool, only with `xla` and `triton`
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
-- `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
-  pages, in place if the pages are donated or carried by a loop
-- `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
+- `append_pages`: writes new tokens into their pages, in place if the pages are
+  donated or carried by a loop; `quantize`, for 8-bit pages
+- `copy_pages`: copies pages within a pool
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
 tree masks, keys and values of different size. Pools hold float32, bfloat16,

@@ -17,7 +17,6 @@ the letters of array shapes.
 | `page_bytes` | counts the bytes of a page of each pool |
 | `init_offload` | makes empty pages in host memory, for evicted pages |
 | `move` | moves pages between device and host, as verbs require |
-| `gather` | gathers sequences into dense arrays |
 | `init_states` | makes empty states of recurrent layers, one in each page |
 | `read_state`, `write_state` | read and write states of recurrent layers |
 | `init_expert_ids` | makes empty pages of expert ids |
@@ -158,7 +157,6 @@ from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.expert_ids import write_expert_ids
 from jaxkv._src.kv.kv_pages import KVPages
-from jaxkv._src.kv.kv_pages import gather
 from jaxkv._src.kv.kv_pages import init
 from jaxkv._src.kv.layer_memory import LayerMemory
 from jaxkv._src.kv.layer_memory import LayerPlan
@@ -195,7 +193,6 @@ __all__ = [
   "attend_with_lse",
   "check",
   "copy",
-  "gather",
   "init",
   "init_expert_ids",
   "init_offload",

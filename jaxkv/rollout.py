@@ -22,7 +22,6 @@ Functions that make an argument:
 
 | function | result |
 |---|---|
-| `all_logits` | a `Model`, from a function that returns logits of all tokens |
 | `regex`, `json_schema` | a `Grammar` |
 | `token_bytes` | the bytes of each token, for guides and stop strings |
 | `guide` | a `Guide`, which is a `Process` that restricts texts to a grammar |
@@ -72,7 +71,6 @@ from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import Rows
-from jaxkv._src.engine.hooks import all_logits
 from jaxkv._src.engine.invariants import check
 from jaxkv._src.engine.invariants import check_invariants
 from jaxkv._src.engine.memory import Memory
@@ -145,7 +143,6 @@ __all__ = [
   "Timeline",
   "Until",
   "abort",
-  "all_logits",
   "check",
   "check_invariants",
   "export",

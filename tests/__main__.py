@@ -13,6 +13,10 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _ONLY_PYTEST = "--only-pytest"
 # A later -n wins: `python -m tests -n 0` is one process.
 _PYTEST = ("pytest", "-n", "2", "--dist", "worksteal", "-rfEs")
+# A test that never ends, as a loop on the device can, fails after 20 minutes:
+# its process ends, and another one continues.
+_PYTEST += ("-o", "faulthandler_timeout=1200")
+_PYTEST += ("-o", "faulthandler_exit_on_timeout=true")
 _STAGES = {
   "format": ("ruff", "format", "--check", "."),
   "lint": ("ruff", "check", "."),

@@ -9,25 +9,19 @@ shape, value or device is not supported ValueError, and a backend that is
 unknown or does not support the call NotImplementedError.
 """
 
-from jaxkv_kernels._src.append import append_kv
 from jaxkv_kernels._src.append import append_pages
-from jaxkv_kernels._src.append import append_quantized
 from jaxkv_kernels._src.attention.api import paged_attention
 from jaxkv_kernels._src.attention.api import paged_attention_padded
 from jaxkv_kernels._src.attention.api import paged_decode
 from jaxkv_kernels._src.attention.cascade import cascade_decode
 from jaxkv_kernels._src.attention.choose import BACKENDS
 from jaxkv_kernels._src.attention.merge import merge_states
-from jaxkv_kernels._src.attention.mla import mla_attention
-from jaxkv_kernels._src.attention.mla import mla_attention_padded
-from jaxkv_kernels._src.attention.mla import mla_decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.query_packing import tile_queries
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
 from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
 from jaxkv_kernels._src.pages import copy_pages
-from jaxkv_kernels._src.pages import gather_pages
 from jaxkv_kernels._src.quantization import load
 from jaxkv_kernels._src.quantization import logical_dtype
 from jaxkv_kernels._src.quantization import quantize
@@ -38,18 +32,12 @@ __all__ = [
   "BLOCK_TOKENS",
   "AttentionOptions",
   "SharedPrefix",
-  "append_kv",
   "append_pages",
-  "append_quantized",
   "cascade_decode",
   "copy_pages",
-  "gather_pages",
   "load",
   "logical_dtype",
   "merge_states",
-  "mla_attention",
-  "mla_attention_padded",
-  "mla_decode",
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",

@@ -76,7 +76,7 @@ class Runner:
       options["interpret"] = self.interpret
     try:
       out = _jitted(name)(
-        *(jnp.asarray(array) for array in arguments),
+        *jax.tree.map(jnp.asarray, arguments),
         backend=self.backend,
         **options,
       )

@@ -146,8 +146,9 @@ def paged_attention(
 def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
   """Computes attention of each sequence's last token over latent vectors.
 
-  Takes arrays and `value_dim` of `mla.mla_decode`, and keyword arguments of
-  `paged_attention_padded`. Returns (float64[B, H, Dv], float64[B, H]).
+  Takes the arrays of `paged_decode` without values, `value_dim`, and keyword
+  arguments of `paged_attention_padded`. Returns (float64[B, H, Dv],
+  float64[B, H]).
   """
   values = pages[..., :value_dim]
   options["v_scale"] = options.get("k_scale")

@@ -104,13 +104,15 @@ class TestHarness:
 
 def append_and_attend(pools, tokens, layer, backend):
   """A layer's part of a step on pools of all layers."""
-  k_pages, v_pages = kernels.append_kv(
-    *pools,
-    tokens["new"],
-    tokens["new"],
-    tokens["pages"],
-    tokens["offsets"],
-    page_offset=layer * PAGES,
+  k_pages, v_pages = (
+    kernels.append_pages(
+      pages,
+      tokens["new"],
+      tokens["pages"],
+      tokens["offsets"],
+      page_offset=layer * PAGES,
+    )
+    for pages in pools
   )
   out, _ = kernels.paged_decode(
     tokens["q"],

@@ -14,7 +14,6 @@ from tests.kernels.backends import call_of
 
 POOL, IDS = jnp.ones((5, 2, 4, 8)), jnp.ones(3, jnp.int32)
 BYTES, NEW = jnp.ones(POOL.shape, jnp.int8), jnp.ones((3, 2, 8))
-WHERE = {"page_ids": IDS, "offsets": IDS, "page_offset": jnp.int32(0)}
 ATTENTION = {
   "page_offset": jnp.int32(0),
   "scale": jnp.float32(1),
@@ -46,36 +45,21 @@ def packed(**changes):
   return {**call, **changes}
 
 
-def appended(**sides):
-  """Arguments of a call that appends the same tokens as keys and as values."""
-  arrays = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
-  return {**arrays, **WHERE}
-
-
 # A valid call of each function, with arrays for as many arguments as possible.
 CALLS = {
-  "append_kv": appended(pages=BYTES, new=NEW, scale=jnp.ones(2)),
-  "append_quantized": appended(pages=BYTES, new=NEW, scale=POOL[..., 0]),
-  "append_pages": {"pages": POOL, "new": NEW, **WHERE},
-  "copy_pages": {"pages": POOL, "src": IDS, "dst": IDS, "num_layers": 1},
-  "gather_pages": {
-    "pages": POOL,
-    "page_table": IDS[None],
+  "append_pages": {
+    "pages": BYTES,
+    "new": NEW,
+    "page_ids": IDS,
+    "offsets": IDS,
     "page_offset": jnp.int32(0),
+    "scale": jnp.ones(2),
   },
+  "copy_pages": {"pages": POOL, "src": IDS, "dst": IDS, "num_layers": 1},
   "load": {"stored": BYTES},
   "merge_states": {"out": NEW, "lse": NEW[..., 0]},
   "quantize": {"values": NEW, "pool_dtype": "uint8"},
   "store": {"values": NEW, "pool_dtype": "uint16"},
-  "mla_decode": {
-    "q": jnp.ones((2, 4, 8)),
-    "pages": jnp.ones((5, 1, 4, 8)),
-    "page_table": jnp.ones((2, 3), jnp.int32),
-    "lengths": jnp.ones(2, jnp.int32),
-    "value_dim": 6,
-    "scale": jnp.float32(1),
-    "k_scale": jnp.ones(1),
-  },
   "paged_decode": arguments(**ATTENTION),
   "paged_attention": packed(**ATTENTION, tree_mask=jnp.ones((3, 2), bool)),
 }
@@ -153,34 +137,17 @@ class TestEveryFunction:
   @pytest.mark.parametrize(
     ("function", "changes", "message"),
     [
-      ("append_pages", {"pages": BYTES}, "`new` .* got float32; `quantize` it"),
-      ("append_pages", {"new": NEW.astype(jnp.int8)}, "`new` must be"),
+      ("append_pages", {"scale": None}, "`new` .* float32; `quantize` it"),
+      ("append_pages", {"new": NEW.astype(jnp.int8)}, "`new` must be floats"),
+      ("append_pages", {"new": NEW.astype(jnp.uint8)}, "`new` .* got uint8"),
       ("append_pages", {"page_ids": IDS[None]}, "`page_ids` must be a vector"),
-      ("append_kv", {"k_scale": None}, "`k_new` .* got float32; `quantize` it"),
-      ("append_kv", {"v_scale": None}, "`v_new` .* got float32; `quantize` it"),
-      ("append_kv", {"k_new": NEW.astype(jnp.int8)}, "`k_new` must be floats"),
-      ("append_kv", {"v_new": NEW.astype(jnp.uint8)}, "`v_new` .* got uint8"),
-      (
-        "append_quantized",
-        {"v_new": NEW.astype(jnp.int8)},
-        "`v_new` must be floats, got int8; pass values",
-      ),
-      (
-        "append_quantized",
-        {"k_pages": POOL, "v_pages": POOL},
-        "`k_pages` must be int8, .* to have scales, got float32",
-      ),
+      ("append_pages", {"pages": POOL[0]}, "`new` must be"),
+      ("append_pages", {"pages": POOL[0, 0]}, r"`pages` must be \[N, K, S, D"),
       ("copy_pages", {"num_layers": 0}, "`num_layers` .* at least 1, got 0"),
       ("copy_pages", {"num_layers": 2.0}, "`num_layers` .* int .* got 2.0"),
       ("copy_pages", {"num_layers": 2}, "`num_layers` .* divisor .* got 2"),
       ("copy_pages", {"src": IDS[None]}, "`src` must be a vector"),
       ("copy_pages", {"dst": IDS[:1]}, r"`dst` must be int32\[3\], got int32"),
-      (
-        "gather_pages",
-        {"page_table": IDS},
-        r"`page_table` .* int32\[B, M",
-      ),
-      ("gather_pages", {"page_offset": np.int64(2**31)}, "`page_offset` must"),
       ("load", {"stored": IDS}, "`stored` must be float32, .*got int32; use"),
       ("store", {"values": NEW > 0}, "`values` must be floats or integers"),
       ("store", {"pool_dtype": "int16"}, "`pool_dtype` .* got int16"),

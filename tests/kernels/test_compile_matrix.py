@@ -78,14 +78,14 @@ def compile_latent(target, dtype, heads):
   """As in DeepSeek-V2 and V3: 512 + 64 elements, in 1.2 GB or more."""
   pages = shape((8 * PAGES, 1, SIZE, 576), dtype)
   decode = functools.partial(
-    kernels.mla_decode,
+    kernels.paged_decode,
     value_dim=512,
     options=kernels.AttentionOptions(scale=192**-0.5),
     backend="triton",
   )
   program = compile_for(
     target,
-    jax.jit(decode),
+    jax.jit(lambda q, pages, *where: decode(q, pages, None, *where)),
     shape((BATCH, heads, 576), query_dtype(dtype)),
     pages,
     shape((BATCH, COLUMNS), jnp.int32),

@@ -67,14 +67,10 @@ class TestDecode:
   @pytest.mark.parametrize("name", CASES)
   def test_equals_the_reference(self, runner, name):
     shape, case, options = problem_of(name, (*edges(CASES[name][2]), 100))
-    arguments = (
-      queries(case, shape, len(shape.lengths)),
-      case.k_pages,
-      case.page_table,
-      case.lengths,
-    )
-    expected = reference.mla_decode(*arguments, **options)
-    out, lse = runner("mla_decode", *arguments, **options)
+    q = queries(case, shape, len(shape.lengths))
+    where = (case.page_table, case.lengths)
+    expected = reference.mla_decode(q, case.k_pages, *where, **options)
+    out, lse = runner("paged_decode", q, case.k_pages, None, *where, **options)
     dims = (shape.heads[0], options["value_dim"])
     assert out.shape == (len(shape.lengths), *dims)
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
@@ -91,9 +87,15 @@ class TestDecode:
     ).astype(np.int32)
     options = {"value_dim": 512, "scale": 0.1}
     a = runner(
-      "mla_decode", q, case.k_pages, case.page_table, case.lengths, **options
+      "paged_decode",
+      q,
+      case.k_pages,
+      None,
+      case.page_table,
+      case.lengths,
+      **options,
     )
-    b = runner("mla_decode", q, moved, table, case.lengths, **options)
+    b = runner("paged_decode", q, moved, None, table, case.lengths, **options)
     for x, y in zip(a, b, strict=True):
       np.testing.assert_array_equal(x, y)
 
@@ -103,12 +105,19 @@ class TestDecode:
     case, q = three_rows(33, 17, 80)
     options = {"value_dim": 512, "scale": 0.1}
     batch_out, _ = runner(
-      "mla_decode", q, case.k_pages, case.page_table, case.lengths, **options
-    )
-    alone_out, _ = runner(
-      "mla_decode",
+      "paged_decode",
       q,
       case.k_pages,
+      None,
+      case.page_table,
+      case.lengths,
+      **options,
+    )
+    alone_out, _ = runner(
+      "paged_decode",
+      q,
+      case.k_pages,
+      None,
       case.page_table,
       np.where(np.arange(3) == 1, case.lengths, 0).astype(np.int32),
       **options,
@@ -125,7 +134,7 @@ class TestDecode:
     mask = jnp.asarray([[[1, 0, 0], [0, 0, 0], [1, 0, 1]]], bool)
     options = {"value_dim": 16, "scale": 0.1, "tree_mask": mask}
     outputs = [
-      runner("mla_attention_padded", q, pool, *row, **options)
+      runner("paged_attention_padded", q, pool, None, *row, **options)
       for pool in (pages, pages.at[2, 0, 3].set(jnp.nan))
     ]
     for finite, poisoned in zip(*outputs, strict=True):
@@ -144,28 +153,30 @@ class TestDecode:
       for pool, new in (
         (jnp.zeros((3, 1, 4, 24)), latents),
         (jnp.zeros((3, 1, 4, 24), jnp.int8), stored),
-        (jnp.zeros((3, 1, 4, 1)), factors[..., None]),
+        (jnp.zeros((3, 1, 4)), factors),
       )
     ]
     (expected, _), (out, _) = (
-      kernels.mla_decode(
+      kernels.paged_decode(
         q,
         pages,
+        None,
         jnp.asarray([[2, 0]], jnp.int32),
         jnp.asarray([5], jnp.int32),
         value_dim=20,
         options=kernels.AttentionOptions(scale=0.2, k_scale=scale),
       )
-      for pages, scale in ((pools[0], None), (pools[1], pools[2][..., 0]))
+      for pages, scale in ((pools[0], None), (pools[1], pools[2]))
     )
     # Half a step of 1 / 127 for numbers of up to 4, in logits and values.
     np.testing.assert_allclose(out, expected, atol=0.05)
 
   def test_too_large_for_triton(self):
     with pytest.raises(NotImplementedError, match=r"`value_dim` .* 576 and 0"):
-      kernels.mla_decode(
+      kernels.paged_decode(
         jnp.ones((1, 4, 576)),
         jnp.ones((2, 1, 8, 576)),
+        None,
         jnp.ones((1, 1), jnp.int32),
         jnp.ones(1, jnp.int32),
         value_dim=576,
@@ -215,7 +226,7 @@ class TestSeveralQueries:
       kwargs["tree_mask"] = options["tree_mask"]
     expected = reference.paged_attention_padded(q, *pools, *where, **kwargs)
     out, lse = runner(
-      "mla_attention_padded", q, case.k_pages, *where, **options
+      "paged_attention_padded", q, case.k_pages, None, *where, **options
     )
     assert out.shape == (4, 9, shape.heads[0], options["value_dim"])
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
@@ -227,7 +238,9 @@ class TestSeveralQueries:
     ends = np.cumsum((0, *_COUNTS)).astype(np.int32)
     where = (case.page_table, case.lengths, ends)
     expected = reference.paged_attention(q, *pools, *where, **kwargs)
-    out, lse = runner("mla_attention", q, case.k_pages, *where, **options)
+    out, lse = runner(
+      "paged_attention", q, case.k_pages, None, *where, **options
+    )
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
 
@@ -237,8 +250,10 @@ class TestArguments:
     [
       ({"value_dim": 9}, ValueError, "`value_dim` must be at most 8, .*got 9"),
       ({"value_dim": 0}, ValueError, "`value_dim` .* at least 1, got 0"),
-      ({"pages": jnp.ones((5, 2, 4, 8))}, ValueError, "`pages` must be"),
-      ({"pages": jnp.ones((5, 1, 4, 6))}, ValueError, "`pages` must be"),
+      ({"k_pages": jnp.ones((5, 2, 4, 8))}, ValueError, "`k_pages` must be"),
+      ({"k_pages": jnp.ones((5, 1, 4, 6))}, ValueError, "`k_pages` must be"),
+      ({"v_pages": jnp.ones((5, 1, 4, 8))}, ValueError, "`v_pages` must be N"),
+      ({"value_dim": None}, TypeError, "`v_pages` must be an array"),
       ({"scale": None}, TypeError, "`options.scale` must be a float .*None"),
       ({"k_scale": jnp.ones(2)}, ValueError, "`options.k_scale` .*got float32"),
       ({"v_scale": jnp.ones(1)}, ValueError, "`options.v_scale` must be N"),
@@ -264,7 +279,8 @@ class TestArguments:
   def test_bad_arguments(self, changes, error, message):
     call = {
       "q": jnp.ones((2, 4, 8)),
-      "pages": jnp.ones((5, 1, 4, 8)),
+      "k_pages": jnp.ones((5, 1, 4, 8)),
+      "v_pages": None,
       "page_table": jnp.ones((2, 3), jnp.int32),
       "lengths": jnp.ones(2, jnp.int32),
       "value_dim": 6,
@@ -272,4 +288,4 @@ class TestArguments:
       **changes,
     }
     with pytest.raises(error, match=message):
-      kernels.mla_decode(**call_of(**call))
+      kernels.paged_decode(**call_of(**call))

@@ -1,4 +1,4 @@
-"""Appending tokens to pages, copying pages, gathering them."""
+"""Appending tokens to pages, copying pages."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def random_pool(storage, seed=0, shape=POOL):
   return kernels.store(jnp.asarray(values, jnp.float32), storage)
 
 
-append = jax.jit(kernels.append_kv)
+append = jax.jit(kernels.append_pages)
 
 
 class TestAppend:
@@ -34,23 +34,17 @@ class TestAppend:
   @pytest.mark.parametrize("new", ["float32", "bfloat16"])
   def test_tokens_land_at_their_pages_and_offsets(self, storage, new):
     rng = np.random.default_rng(1)
-    k_pages, v_pages = random_pool(storage, 1), random_pool(storage, 2)
-    k_new, v_new = (
-      jnp.asarray(rng.standard_normal((5, 2, 8)), new) for _ in "kv"
-    )
+    pool = random_pool(storage, 1)
+    tokens = jnp.asarray(rng.standard_normal((5, 2, 8)), new)
     ids = np.array([3, 0, 3, 2, 1], np.int32)
     offsets = np.array([1, 0, 3, 2, 2], np.int32)
-    expected = [numbers(k_pages), numbers(v_pages)]
-    for pool, tokens in zip(expected, (k_new, v_new), strict=True):
-      rounded = np.asarray(tokens.astype(kernels.logical_dtype(storage)))
-      for token, page, offset in zip(rounded, ids, offsets, strict=True):
-        pool[page + 4, :, offset] = token.astype(np.float64)
-    out = append(
-      k_pages, v_pages, k_new, v_new, ids, offsets, page_offset=jnp.int32(4)
-    )
-    for a, b in zip(out, expected, strict=True):
-      assert a.dtype == storage
-      np.testing.assert_array_equal(numbers(a), b)
+    expected = numbers(pool)
+    rounded = np.asarray(tokens.astype(kernels.logical_dtype(storage)))
+    for token, page, offset in zip(rounded, ids, offsets, strict=True):
+      expected[page + 4, :, offset] = token.astype(np.float64)
+    out = append(pool, tokens, ids, offsets, page_offset=jnp.int32(4))
+    assert out.dtype == storage
+    np.testing.assert_array_equal(numbers(out), expected)
 
   # page id, offset, page_offset: all out of the pool's range
   @pytest.mark.parametrize(
@@ -72,69 +66,35 @@ class TestAppend:
     pool = random_pool("float32")
     out = append(
       pool,
-      pool,
-      *(jnp.ones((1, 2, 8)) for _ in "kv"),
+      jnp.ones((1, 2, 8)),
       jnp.asarray([page], jnp.int32),
       jnp.asarray([offset], jnp.int32),
       page_offset=page_offset,
     )
-    for pages in out:
-      np.testing.assert_array_equal(pages, pool)
+    np.testing.assert_array_equal(out, pool)
 
   @pytest.mark.parametrize(
-    ("k_new", "ids", "message"),
+    ("new", "ids", "message"),
     [
-      (jnp.ones((2, 2, 7)), jnp.zeros(2, jnp.int32), "`k_new` .* float32"),
-      (jnp.ones((3, 2, 8)), jnp.zeros(2, jnp.int32), "`k_new` .* float32"),
-      (
-        jnp.ones((2, 2, 8), jnp.int32),
-        jnp.zeros(2, jnp.int32),
-        "`k_new` .* i",
-      ),
+      (jnp.ones((2, 2, 7)), jnp.zeros(2, jnp.int32), "`new` .* float32"),
+      (jnp.ones((3, 2, 8)), jnp.zeros(2, jnp.int32), "`new` .* float32"),
+      (jnp.ones((2, 2, 8), jnp.int32), jnp.zeros(2, jnp.int32), "`new` .* i"),
       (jnp.ones((2, 2, 8)), jnp.zeros((2, 1), jnp.int32), "`page_ids` must be"),
       (jnp.ones((2, 2, 8)), jnp.zeros(2), "`page_ids` .* float32"),
     ],
   )
-  def test_bad_arguments(self, k_new, ids, message):
+  def test_bad_arguments(self, new, ids, message):
     pool = random_pool("float32")
     with pytest.raises((TypeError, ValueError), match=message):
-      kernels.append_kv(
-        pool, pool, k_new, jnp.ones((2, 2, 8)), ids, jnp.zeros(2, jnp.int32)
-      )
-
-  @pytest.mark.parametrize(
-    ("v_pages", "message"),
-    [
-      # Page 12, out of range, would exist in the second pool; offset 3 of the
-      # first pool would not.
-      (jnp.zeros((13, 2, 4, 8)), r"`v_pages` .* \[12, 2, 4, Dv\], like k_p"),
-      (jnp.zeros((12, 2, 2, 8)), r"`v_pages` .* \[12, 2, 4, Dv\], like k_p"),
-      (jnp.zeros(POOL, jnp.float16), "`v_pages` must .* float16"),
-    ],
-  )
-  def test_pools_of_different_shapes_are_refused(self, v_pages, message):
-    new, ids = jnp.ones((1, 2, 8)), jnp.asarray([12], jnp.int32)
-    with pytest.raises((TypeError, ValueError), match=message):
-      kernels.append_kv(jnp.zeros(POOL), v_pages, new, new, ids, ids % 4)
+      kernels.append_pages(pool, new, ids, jnp.zeros(2, jnp.int32))
 
   @pytest.mark.parametrize("storage", ["uint16", "uint8", "int8"])
   def test_elements_of_the_pool_are_stored_as_they_are(self, storage):
     rng = np.random.default_rng(2)
     new = rng.integers(0, 256, (2, 2, 16), np.uint8).view(storage)[..., :8]
     pool, ids = jnp.zeros(POOL, storage), jnp.asarray([5, 7], jnp.int32)
-    pools = kernels.append_kv(pool, pool, new, new, ids, ids % 4)
-    for pages in (*pools, kernels.append_pages(pool, new, ids, ids % 4)):
-      np.testing.assert_array_equal(pages[ids, :, ids % 4], new)
-
-  def test_pools_may_differ_in_head_size(self):
-    k_new, v_new = jnp.ones((1, 2, 8)), jnp.ones((1, 2, 3))
-    ids = jnp.asarray([5], jnp.int32)
-    v_pages = jnp.zeros((12, 2, 4, 3))
-    k_pages, v_pages = kernels.append_kv(
-      jnp.zeros(POOL), v_pages, k_new, v_new, ids, ids % 4
-    )
-    assert float(k_pages[5, :, 1].sum()) == 16
-    assert float(v_pages[5, :, 1].sum()) == 6
+    pages = kernels.append_pages(pool, new, ids, ids % 4)
+    np.testing.assert_array_equal(pages[ids, :, ids % 4], new)
 
 
 class TestCopy:
@@ -169,19 +129,3 @@ class TestCopy:
     ids = jnp.zeros(0, jnp.int32)
     with pytest.raises(ValueError, match=r"`num_layers` .* divisor .* 5"):
       kernels.copy_pages(random_pool("float32"), ids, ids, num_layers=5)
-
-
-class TestGather:
-  @pytest.mark.parametrize("storage", STORAGE)
-  def test_gathered_pages_are_dense(self, storage):
-    pool = random_pool(storage)
-    table = np.array([[1, 3], [12, 0], [-1, 2**31 - 1]], np.int32)
-    out = kernels.gather_pages(pool, jnp.asarray(table), page_offset=4)
-    assert out.dtype == kernels.logical_dtype(storage)
-    expected = np.zeros((3, 2, 4, 2, 8))
-    for index in ((0, 0), (0, 1), (1, 1)):
-      page = numbers(pool)[table[index] + 4]
-      expected[index] = page.swapaxes(0, 1)
-    np.testing.assert_array_equal(
-      np.asarray(out).astype(np.float64), expected.reshape(3, 8, 2, 8)
-    )

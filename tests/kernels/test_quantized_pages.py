@@ -18,7 +18,6 @@ FORMATS = {
   "uint8": (ml_dtypes.float8_e4m3fn, 448.0, 2**-4),
   "float8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 2**-3),
 }
-SIDES = ("k_pages", "v_pages")
 PLACES = {
   "page_ids": jnp.asarray([3, 0, 12, 2, 1], jnp.int32),  # 12: out of range
   "offsets": jnp.asarray([1, 0, 3, 2, 2], jnp.int32),
@@ -37,6 +36,15 @@ def numbers(pages):
 def draw(seed, *shape):
   values = np.random.default_rng(seed).standard_normal(shape)
   return jnp.asarray(values, jnp.float32)
+
+
+def append_quantized(pages, scales, new, *places, **keywords):
+  """Appends tokens and their scales; returns both pools."""
+  stored, factors = kernels.quantize(new, pages.dtype)
+  return (
+    kernels.append_pages(pages, stored, *places, **keywords),
+    kernels.append_pages(scales, factors, *places, **keywords),
+  )
 
 
 class TestStore:
@@ -99,106 +107,59 @@ class TestQuantize:
 class TestAppend:
   @over_storage
   def test_a_scale_per_token_and_head(self, storage):
-    pools = [kernels.store(draw(s, *POOL), storage) for s in (0, 1)]
-    scales = [jnp.full(POOL[:3], np.nan), jnp.full(POOL[:3], np.nan)]
-    new = [draw(s, 5, 2, 8) for s in (2, 3)]
-    out = kernels.append_quantized(
-      *pools, *scales, *new, **PLACES, page_offset=jnp.int32(4)
+    pool = kernels.store(draw(0, *POOL), storage)
+    scale = jnp.full(POOL[:3], np.nan)
+    new = draw(2, 5, 2, 8)
+    out, out_scale = append_quantized(
+      pool, scale, new, **PLACES, page_offset=jnp.int32(4)
     )
-    for side in range(2):
-      pool, scale = numbers(pools[side]).copy(), np.array(scales[side])
-      stored, factors = kernels.quantize(new[side], storage)
-      for t in (0, 1, 3, 4):
-        page, offset = (
-          int(PLACES[name][t]) for name in ("page_ids", "offsets")
-        )
-        pool[page + 4, :, offset] = numbers(stored[t])
-        scale[page + 4, :, offset] = factors[t]
-      np.testing.assert_array_equal(numbers(out[side]), pool)
-      np.testing.assert_array_equal(out[side + 2], scale)
+    expected = numbers(pool).copy()
+    expected_scale = np.array(scale)
+    stored, factors = kernels.quantize(new, storage)
+    for t in (0, 1, 3, 4):
+      page, offset = (int(PLACES[name][t]) for name in ("page_ids", "offsets"))
+      expected[page + 4, :, offset] = numbers(stored[t])
+      expected_scale[page + 4, :, offset] = factors[t]
+    np.testing.assert_array_equal(numbers(out), expected)
+    np.testing.assert_array_equal(out_scale, expected_scale)
 
   @over_storage
   def test_a_scale_per_head(self, storage):
     pool = kernels.store(draw(0, *POOL), storage)
     new = draw(1, 5, 2, 8)
     scale = jnp.asarray([0.5, 2.0])
-    k_pages, v_pages = kernels.append_kv(
-      pool, pool, new, new, **PLACES, k_scale=scale, v_scale=scale * 2
-    )
-    for pages, factor in ((k_pages, scale), (v_pages, scale * 2)):
-      expected = kernels.store(new[0] / factor[:, None], storage)
-      np.testing.assert_array_equal(pages[3, :, 1], expected)
-
-  def test_one_pool_is_written_as_both_pools_are(self):
-    pool = draw(0, 12, 1, 4, 24)
-    new = draw(1, 5, 1, 24)
-    out = kernels.append_pages(pool, new, **PLACES, page_offset=4)
-    pools = kernels.append_kv(pool, pool, new, new, **PLACES, page_offset=4)
-    np.testing.assert_array_equal(out, pools[0])
-    np.testing.assert_array_equal(out[7, 0, 1], new[0, 0])
+    pages = kernels.append_pages(pool, new, **PLACES, scale=scale)
+    expected = kernels.store(new[0] / scale[:, None], storage)
+    np.testing.assert_array_equal(pages[3, :, 1], expected)
 
   @pytest.mark.parametrize("storage", ["int8", "uint8"])
   def test_in_place_in_a_scan(self, storage):
     """float8 dtypes are not in place on a CPU, hence uint8."""
     shape = (512, 2, 16, 32)
 
-    def loop(k_pages, v_pages, k_scale, v_scale):
+    def loop(pages, scale):
       def step(carry, index):
         new = jnp.ones((1, 2, 32)) * index.astype(jnp.float32)
-        carry = kernels.append_quantized(
-          *carry, new, new, index[None], index[None] % 16
-        )
-        return carry, None
+        return append_quantized(
+          *carry, new, index[None], index[None] % 16
+        ), None
 
       steps = jnp.arange(8, dtype=jnp.int32)
-      pools = (k_pages, v_pages, k_scale, v_scale)
-      return lax.scan(step, pools, steps)[0]
+      return lax.scan(step, (pages, scale), steps)[0]
 
-    pools = [jnp.zeros(shape, storage) for _ in "kv"]
-    pools += [jnp.zeros(shape[:3]) for _ in "kv"]
-    compiled = jax.jit(loop, donate_argnums=(0, 1, 2, 3)).lower(*pools)
+    pools = [jnp.zeros(shape, storage), jnp.zeros(shape[:3])]
+    compiled = jax.jit(loop, donate_argnums=(0, 1)).lower(*pools)
     assert_in_place(compiled.compile(), pools)
 
   @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("scale", "message"),
     [
-      ({"k_scale": jnp.ones(2)}, r"`k_scale` .* got float32\[2\]"),
-      (
-        {"v_scale": jnp.ones(POOL[:3], jnp.bfloat16)},
-        "`v_scale` must be .* got bfloat16",
-      ),
-      (
-        {"k_pages": jnp.ones(POOL)},
-        "`v_pages` must be float32, the dtype of k_p",
-      ),
-      (dict.fromkeys(SIDES, jnp.ones(POOL)), "to have scales"),
-      ({"k_new": jnp.ones((5, 2, 7))}, "`k_new` must be .* got float32"),
+      (jnp.ones(3), r"`scale` .* got float32\[3\]; .* `quantize`"),
+      (jnp.ones(POOL[:3]), r"`scale` must be float32\[2\]"),
+      (jnp.ones(2, jnp.bfloat16), r"`scale` must be .* got bfloat16"),
     ],
   )
-  def test_bad_arguments(self, changes, message):
+  def test_bad_scale_per_head(self, scale, message):
     pool, new = jnp.ones(POOL, jnp.int8), jnp.ones((5, 2, 8))
-    scale = jnp.ones(POOL[:3])
-    call = {
-      "k_pages": pool,
-      "v_pages": pool,
-      "k_scale": scale,
-      "v_scale": scale,
-      "k_new": new,
-      "v_new": new,
-      **changes,
-    }
     with pytest.raises((TypeError, ValueError), match=message):
-      kernels.append_quantized(**call, **PLACES)
-
-  def test_bad_scale_per_head(self):
-    pool, new = jnp.ones(POOL, jnp.int8), jnp.ones((5, 2, 8))
-    with pytest.raises(ValueError, match=r"`v_scale` .* got float32\[3\]"):
-      kernels.append_kv(
-        pool,
-        pool,
-        new,
-        new,
-        **PLACES,
-        k_scale=jnp.ones(2),
-        v_scale=jnp.ones(3),
-      )
+      kernels.append_pages(pool, new, **PLACES, scale=scale)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+import jaxkv_kernels as kernels
 from jaxkv import kv as memory
 from tests.kernels.backends import call_of
 
@@ -44,6 +45,27 @@ def draw(seed, *shape, dtype="float32"):
   """Draws normal numbers."""
   values = np.random.default_rng(seed).standard_normal(shape)
   return jnp.asarray(values, dtype)
+
+
+def dense(kv, layer, table):
+  """Returns keys and values of one layer as float32[B, M * S, K, D].
+
+  Zeros for page numbers that are not in the memory.
+  """
+  rows = np.asarray(table) - kv.first_page
+  rows = np.where(rows >= 0, rows, kv.num_pages)
+
+  def gathered(pages, scale):
+    pages = kernels.load(pages).astype(jnp.float32)
+    pages = pages if scale is None else pages * scale[..., None]
+    pages = pages.reshape(kv.num_layers, kv.num_pages, *pages.shape[1:])[layer]
+    pages = pages.at[rows].get(mode="fill", fill_value=0).swapaxes(2, 3)
+    return np.asarray(pages.reshape(len(rows), -1, *pages.shape[3:]))
+
+  keys = gathered(kv.k, kv.k_scale)
+  if kv.v is None:
+    return keys, keys[..., : kv.value_dim]
+  return keys, gathered(kv.v, kv.v_scale)
 
 
 write = jax.jit(memory.write)

@@ -25,8 +25,8 @@ def _in_another_pool(name):
 
 _TABLE = {
   "pages of the next layer are written": (
-    "kv_pages:in_layer",
-    returned(lambda out, g: g.page_ids),
+    "kv_pages:page_index",
+    returned(lambda out, g: g.page_ids + g.layer * g.kv.num_pages),
     _ELSEWHERE.format("27-0"),
   ),
   "idle rows see a token": (

@@ -58,9 +58,6 @@ def share(where):
     (lambda: memory.copy(KV, ID, [2]), "`dst` must be an array, got list"),
     (lambda: memory.copy(KV, ID, 2), "`dst` must be an array, got int"),
     (lambda: memory.copy(KV, ID, ID.astype(jnp.float32)), "`dst` .* float32"),
-    (lambda: memory.gather(KV, 0, None), "`page_table` .* got NoneType"),
-    (lambda: memory.gather(KV, 0, [[3]]), "`page_table` .* got list"),
-    (lambda: memory.gather(KV, 0, ID), r"`page_table` .* got int32\[1\]"),
   ],
 )
 def test_arguments_that_are_not_arrays(call, message):
@@ -114,7 +111,6 @@ def test_views_with_bad_fields(use, fields, message):
 READS_LAYER = {
   "write": lambda layer: memory.write(KV, VIEW, layer, NEW, NEW),
   "attend": lambda layer: memory.attend(KV, VIEW, layer, Q),
-  "gather": lambda layer: memory.gather(KV, layer, TABLE),
 }
 
 
@@ -149,9 +145,7 @@ class TestLayers:
   )
   def test_any_integer_type_is_a_layer(self, layer):
     written = memory.write(KV, VIEW, layer, NEW, NEW)
-    k, _ = memory.gather(written, layer, TABLE)
     np.testing.assert_array_equal(written.k[PAGES + 3, :, 0], 1)
-    np.testing.assert_array_equal(k[0, 0], 1)
 
 
 class TestCheck:

@@ -21,6 +21,7 @@ from tests.kv.memory import PAGES
 from tests.kv.memory import SIZE
 from tests.kv.memory import TABLE
 from tests.kv.memory import attend
+from tests.kv.memory import dense
 from tests.kv.memory import draw
 from tests.kv.memory import make
 from tests.kv.memory import poisoned
@@ -245,16 +246,13 @@ class TestCopyAndGather:
     np.testing.assert_array_equal(out.v, 0)
 
   @pytest.mark.parametrize("dtype", DTYPES)
-  def test_gather(self, dtype):
+  def test_new_tokens_are_stored_in_order(self, dtype):
     k, v = (draw(seed, 3, 7, KV_HEADS, DIM, dtype=dtype) for seed in (0, 1))
     kv = memory.write(
       make(dtype), view(TABLE, [0] * 3, [7, 5, 0]), jnp.int32(1), k, v
     )
-    out = memory.gather(kv, jnp.int32(1), jnp.asarray(TABLE, jnp.int32))
-    for dense, new in zip(out, (k, v), strict=True):
-      assert dense.dtype == dtype
-      assert dense.shape == (3, 20, KV_HEADS, DIM)
-      expected = np.zeros(dense.shape, new.dtype)
+    for stored, new in zip(dense(kv, 1, TABLE), (k, v), strict=True):
+      expected = np.zeros((3, 20, KV_HEADS, DIM), np.float32)
       expected[0, :7] = new[0]
       expected[1, :5] = new[1, :5]
-      np.testing.assert_array_equal(dense, expected)
+      np.testing.assert_array_equal(stored, expected)

@@ -38,6 +38,7 @@ def chosen_experts(params, tokens, positions, *, config, experts=None):
   shape = routing_of(config, "config")[:2]
   pools = (jnp.zeros((*tokens.shape, *shape), jnp.int32),)
   access = _Recorded(prompt_tree.of_sequences(*tokens.shape), experts)
+  no_columns = jnp.zeros((0,), jnp.int32)
   return all_logits.run(
-    params, tokens, positions, pools, access, None, "none", config
+    params, tokens, positions, pools, access, no_columns, config
   )[1][0]

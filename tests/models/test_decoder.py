@@ -101,7 +101,7 @@ class _Paged:
     self.params = params
     self.kv, self.table = _pages(config, num_rows, max_len, page_size)
 
-  def __call__(self, tokens, starts, num_tokens, **keywords):
+  def __call__(self, tokens, starts, num_tokens, columns=None):
     starts, num_tokens = (
       jnp.asarray(x, jnp.int32) for x in (starts, num_tokens)
     )
@@ -110,8 +110,10 @@ class _Paged:
     )
     tokens = jnp.asarray(tokens)
     positions = _positions(starts, tokens.shape[1])
-    batch = paged.Batch(tokens=tokens, positions=positions, views=(view,))
-    logits, self.kv = self.run(self.params, batch, self.kv, **keywords)
+    batch = paged.Batch(
+      tokens=tokens, positions=positions, views=(view,), columns=columns
+    )
+    logits, self.kv = self.run(self.params, batch, self.kv)
     return np.asarray(logits)
 
 
@@ -173,13 +175,17 @@ class TestDecoder:
       _whole(params, changed_tokens, config)[1],
     )
 
-  def test_logits_of_all_tokens_the_last_or_none(self):
+  def test_logits_of_all_tokens_or_of_columns(self):
     config, params, tokens = _model(3, 6)
     num_tokens = [6, 3, 0]
     steps = [_Paged(params, config, 3, 24) for _ in range(3)]
     all_, last_logits, no_logits = (
-      step(tokens, [0] * 3, num_tokens, logits=columns)
-      for step, columns in zip(steps, ("all", "last", "none"), strict=True)
+      step(tokens, [0] * 3, num_tokens, columns)
+      for step, columns in zip(
+        steps,
+        (None, jnp.asarray([[5], [2], [0]]), jnp.zeros((3, 0), jnp.int32)),
+        strict=True,
+      )
     )
     assert last_logits.shape == (3, 1, _VOCAB)
     assert no_logits.shape == (3, 0, _VOCAB)
@@ -375,13 +381,11 @@ class TestConfig:
       run(params, tokens, positions[:1], config=config)
     with pytest.raises(ValueError, match="embed"):
       run(params, tokens, positions, config=_config(vocab_size=5))
-    with pytest.raises(ValueError, match="logits"):
-      _Paged(params, config, 2, 4)(tokens, [0] * 2, [1] * 2, logits="first")
     kv, table = _pages(config, 2, 4, 4)
     counts = jnp.full(2, 3, jnp.int32)
     view = paged.View(page_table=table, starts=counts - 3, num_tokens=counts)
     batch = paged.Batch(
       tokens=tokens, positions=positions, views=(view,), columns=counts
     )
-    with pytest.raises(ValueError, match="columns` must be None with 2 rows"):
+    with pytest.raises(ValueError, match=r"columns` must be int32\[2, X\]"):
       models.forward(params, batch, kv, config=config)

@@ -38,8 +38,18 @@ PROMPTS = [
 ]
 
 
+def all_logits(model):
+  """Makes a `Model` from a function that returns the logits of all tokens."""
+
+  def select_columns(params, batch, kv):
+    logits, kv = model(params, batch, kv)
+    return logits[0].at[batch.columns].get(mode="clip"), kv
+
+  return select_columns
+
+
 def model(params, batch, kv):
-  """A model for `rollout.all_logits`."""
+  """A model for `all_logits`."""
   del params
   x = jnp.asarray(_TOKENS)[batch.tokens]
   # Columns of padding may have positions beyond the table.
@@ -209,7 +219,7 @@ class Runner:
 
 def program() -> Runner:
   """Returns a new `Runner` of this file's model."""
-  return Runner(rollout.all_logits(model))
+  return Runner(all_logits(model))
 
 
 def ended(

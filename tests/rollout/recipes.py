@@ -83,7 +83,7 @@ def attention_alone() -> dict[str, Any]:
   sizes = by_hand.sizes(20, 3)
 
   return names_of(
-    rollout.all_logits(by_hand.model),
+    by_hand.all_logits(by_hand.model),
     None,
     sizes,
     rollout.RolloutConfig(

@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from tests.rollout import by_hand
 from tests.tools.compiled_programs import num_compiled
 
 _VOCABULARY = 7
@@ -62,7 +63,7 @@ def _generate(temperature=0.0, until=None, change=lambda logits: logits):
 
 
 def _all_logits(change):
-  return rollout.all_logits(functools.partial(_model, change=change))
+  return by_hand.all_logits(functools.partial(_model, change=change))
 
 
 class TestConfig:
@@ -297,25 +298,9 @@ class TestLogits:
       np.testing.assert_array_equal(half_queue.tokens, full_queue.tokens)
       np.testing.assert_array_equal(half_queue.log_probs, full_queue.log_probs)
 
-  @pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-      (lambda x: x.astype(jnp.int32), TypeError, "must be floats, got int32"),
-      (
-        lambda x: x[:, -1],
-        ValueError,
-        r"must have .* \[1, 2, V\].* got \[1, 7",
-      ),
-      (
-        lambda x: x[:, :1],
-        ValueError,
-        r"must have the shape \[1, 2, V\].* got",
-      ),
-    ],
-  )
-  def test_bad_logits_are_refused(self, change, error, message):
-    with pytest.raises(error, match=f"`logits` {message}"):
-      _generate(change=change)
+  def test_integer_logits_are_refused(self):
+    with pytest.raises(TypeError, match="`logits` must be floats, got int32"):
+      _generate(change=lambda x: x.astype(jnp.int32))
 
   def test_logits_of_wrong_columns_are_refused(self):
     def model(params, batch, kv):

@@ -351,7 +351,7 @@ def test_settings_and_automata_move():
       None,
       state,
       rollout.Until(steps=steps),
-      model=rollout.all_logits(by_hand.model),
+      model=by_hand.all_logits(by_hand.model),
       process=guide.process,
     )
 

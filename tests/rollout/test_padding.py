@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-_MODEL = rollout.all_logits(by_hand.model)
+_MODEL = by_hand.all_logits(by_hand.model)
 _SLOTS = 16
 
 

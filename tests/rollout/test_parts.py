@@ -199,7 +199,7 @@ def test_drafts_leave_the_last_pages():
     del params, rows
     return tokens[:, :3], jnp.full((2,), 3, jnp.int32)
 
-  model = rollout.all_logits(by_hand.model)
+  model = by_hand.all_logits(by_hand.model)
   until = rollout.Until(steps=60)
   state = jax.jit(
     lambda state: rollout.generate(None, state, until, model=model, draft=draft)

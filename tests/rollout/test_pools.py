@@ -12,8 +12,10 @@ import jaxkv
 from jaxkv import checkpoint
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv import sharding
 from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
+from tests.rollout import recipes
 from tests.rollout import uncached
 
 pytestmark = pytest.mark.slow
@@ -179,3 +181,46 @@ def test_rollouts_end_with_the_least_pages(window, decode_steps):
   )
   rollout.check(state)
   assert set(state.queue.status.tolist()) == {by_hand.DONE}
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize(
+  "name", [pytest.param("gemma 3", marks=pytest.mark.deep), "qwen3-next"]
+)
+def test_shards_sample_the_tokens_of_one_device(name, tmp_path):
+  """Sequences move between two shards of two devices, which are restored."""
+  decoder = _DECODERS[name]
+  prompts = [
+    prompt[:length].tolist()
+    for prompt, length in zip(_prompts(), _LENGTHS, strict=True)
+  ]
+  names = recipes.of_decoder(
+    decoder,
+    models.init_params(jax.random.key(0), decoder),
+    prompts,
+    num_pages=60,
+    pages_per_slot=10,
+  )
+  state = recipes.done(names, recipes.begun(names))
+  expected = jax.device_get(rollout.generated(state))
+  axes = recipes.axes_of(data=2, model=2)
+  state = recipes.begun_on(names, axes)
+  run = functools.partial(
+    sharding.generate,
+    names["params"],
+    until=rollout.Until(steps=3),
+    axes=axes,
+    model=names["model"],
+  )
+  num_moved = 0
+  while not bool(rollout.is_done(state)):
+    state = run(state)
+    ids = np.asarray(state.queue.ids)
+    state = sharding.rebalance(state, axes=axes, max_pages=30)
+    if not num_moved and importlib.util.find_spec("orbax") is not None:
+      checkpoint.save(tmp_path / "moved", state)
+      target = recipes.begun_on(names, axes)
+      state = checkpoint.restore(tmp_path / "moved", target)
+    num_moved += int((ids != np.asarray(state.queue.ids)).sum())
+  assert num_moved > 0
+  recipes.assert_equal_results(sharding.generated(state, axes=axes), expected)

@@ -106,7 +106,7 @@ def test_merged_pages():
   """Of equal samples, each has its own experts, though they share pages."""
   config = dataclasses.replace(_CONFIG, draft_tokens=0)
   state = _begun(60, 2, config, [[1, 2, 3]], merge_duplicates=True)
-  state = by_hand.Runner(rollout.all_logits(_model))(state, 0.0)
+  state = by_hand.Runner(by_hand.all_logits(_model))(state, 0.0)
   assert int(state.memory.cache.stats.merged_pages) > 0
   out = rollout.generated(state)
   np.testing.assert_array_equal(out.tokens[0], out.tokens[1])
@@ -127,7 +127,7 @@ def test_pools_are_updated_in_place():
   experts = state.queue.experts
   assert experts is not None
   assert sorted(leaf_sizes)[-2:] == [pool.size, experts.size]
-  runner = by_hand.Runner(rollout.all_logits(_model))
+  runner = by_hand.Runner(by_hand.all_logits(_model))
   program = jax.jit(runner, donate_argnums=0)
   compiled = program.lower(state, jnp.float32(1)).compile()
   assert pool_sized_rewrites(compiled, pool.shape) == []

@@ -153,7 +153,7 @@ def _begun(sizes, config, kv=None, **options):
   return by_hand.begun(sizes, config, _PROMPTS, kv=kv, **options)
 
 
-_program = functools.cache(lambda: by_hand.Runner(rollout.all_logits(_model)))
+_program = functools.cache(lambda: by_hand.Runner(by_hand.all_logits(_model)))
 _CONFIG = rollout.RolloutConfig(
   num_samples=3, max_new_tokens=9, prefill_chunk=6, admissions=4
 )
@@ -269,7 +269,7 @@ def test_states_are_updated_in_place():
     return logits, (pages, states)
 
   state = _begun(sizes, _CONFIG, kv=(_memory(sizes)[0], states))
-  run = functools.partial(rollout.generate, model=rollout.all_logits(model))
+  run = functools.partial(rollout.generate, model=by_hand.all_logits(model))
   compiled = jax.jit(run, donate_argnums=1).lower(None, state).compile()
   shape = states.states["wide"].shape
   assert pool_sized_rewrites(compiled, shape) == []

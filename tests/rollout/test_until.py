@@ -19,7 +19,7 @@ def _begun(**options) -> rollout.RolloutState:
   return by_hand.begun_at(state, 1.0)
 
 
-_model = rollout.all_logits(by_hand.model)
+_model = by_hand.all_logits(by_hand.model)
 _generate = jax.jit(
   lambda state, until: rollout.generate(None, state, until, model=_model)
 )

@@ -166,15 +166,3 @@ class TestMemory:
 
     with pytest.raises(TypeError, match="`kv` that `model` returns must have"):
       _trace(_begun(), model=model)
-
-  def test_all_logits_checks_its_model(self):
-    """`all_logits` checks the function that it converts, and names itself."""
-
-    def all_tokens(params, batch, kv):
-      wiring = _Wiring(selects_columns=False, keeps_memory=False)
-      logits, kv = _model(params, batch, kv, wiring=wiring)
-      return logits[None], kv
-
-    message = "`kv` that the model of all_logits returns must be the memory"
-    with pytest.raises(ValueError, match=message):
-      _trace(_begun(), model=rollout.all_logits(all_tokens))

@@ -19,7 +19,7 @@ from tests.workers.stub import results_of
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=6, stop_token=4, prefill_chunk=8, max_length=16
 )
-_BY_HAND = rollout.all_logits(by_hand.model)
+_BY_HAND = by_hand.all_logits(by_hand.model)
 _FORWARD = functools.partial(models.forward, config=DECODER)
 _PROMPTS = [by_hand.PROMPTS[number % 4] for number in range(24)]
 

@@ -32,12 +32,8 @@ def refuse(
 ) -> NoReturn:
   """Raises `error` with the message "`name` must be X, got Y; do Z.".
 
-  Args:
-    error: `TypeError` or `ValueError`.
-    name: the argument's name.
-    requirement: X.
-    value: the argument's value; `describe` formats it as Y.
-    hint: "do Z"; empty if the remedy is obvious.
+  X is the `requirement`, and `describe` formats the `value` as Y. "do Z" is the
+  `hint`, which is empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {requirement}, got {describe(value)}{tail}")
@@ -338,12 +334,7 @@ def check_shape(
 ) -> None:
   """Raises ValueError unless an argument has the expected shape.
 
-  Args:
-    name: the argument's name, for the message.
-    value: the argument.
-    shape: the expected shape; a letter matches any size but 0.
-    meaning: text that follows the shape in the message, such as ", one for each
-      slot".
+  In the message, `meaning` follows the shape, such as ", one for each slot".
   """
   if not _fits(value, shape):
     letters = ", ".join(map(str, shape))
@@ -373,10 +364,7 @@ def check_sizes(
 ) -> None:
   """Raises ValueError unless the arrays of a state have the expected shapes.
 
-  Args:
-    name: the argument's name, for the message.
-    value: the state, which has an attribute `config`.
-    expected: the result of `shapes_of` for a new state with the same config.
+  `expected` is the result of `shapes_of` for a new state with the same config.
   """
   actual = shapes_of(value)
   # A path that only one of the two states has is also an error.

@@ -129,14 +129,9 @@ def _runs(values: Array) -> tuple[Array, Array, Array]:
 
 
 def any_earlier(values: Array, counts: Array) -> Array:
-  """Finds the elements that are equal to an earlier element.
+  """Returns bool[X]: elements of int32[X] that are equal to an earlier one.
 
-  Args:
-    values: int32[X].
-    counts: bool[X], the elements to consider as earlier elements.
-
-  Returns:
-    bool[X].
+  Only elements in `counts`, bool[X], are considered as earlier elements.
   """
   # Callers pass few elements, so comparing all pairs costs less than a sort.
   equal = values[:, None] == values[None, :]

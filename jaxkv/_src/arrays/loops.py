@@ -56,10 +56,7 @@ def at_most_once(
 ) -> Carry:
   """Updates the carry in place: `body(carry)` if `condition`, else `carry`.
 
-  Args:
-    condition: bool[].
-    body: a function from a carry to a carry.
-    carry: any pytree of arrays.
+  `condition` is bool[], and the carry is any pytree of arrays.
   """
 
   # XLA copies the operands of a `lax.cond`, but updates the carry of a loop in

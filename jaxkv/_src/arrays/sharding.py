@@ -38,11 +38,9 @@ def match_varying_axes(tree: Any) -> Any:
 
 
 def any_shard(condition: Array, axis: str | None) -> Array:
-  """Returns bool[]: True if a condition holds on any device along an axis.
+  """Returns bool[]: True if a condition, bool[], holds on any device.
 
-  Args:
-    condition: bool[], the condition on this device.
-    axis: an axis of the surrounding `shard_map`; None for this device alone.
+  `axis` is an axis of the surrounding `shard_map`; None for this device alone.
   """
   if axis is None:
     return condition

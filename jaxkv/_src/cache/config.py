@@ -15,6 +15,10 @@ from jaxkv._src.cache.page_numbers import PageNumbers
 
 _MINIMA = {"num_pages": 2, "offload_pages": 0, "page_bytes": 0}
 """The minima of the fields that have a number for each pool."""
+_CHOICES = {
+  "free_policy": ("unhashed_first", "lru"),
+  "prefix_rules": ("current", "classic"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +202,9 @@ class CacheConfig:
         object.__setattr__(self, field.name, counts)
       if field.type is bool:
         check_bool(name, value)
-    _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
-    _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
+    for name, choices in _CHOICES.items():
+      if (value := getattr(self, name)) not in choices:
+        refuse(ValueError, f"CacheConfig.{name}", f"one of {choices}", value)
     self._check_groups()
     self._check_pools()
     self._check_offload_policy()
@@ -208,12 +213,13 @@ class CacheConfig:
     self._check_caching()
 
   def _check_offload_policy(self):
-    if not isinstance(self.offload_policy, OffloadPolicy):
+    policy = self.offload_policy
+    if not isinstance(policy, OffloadPolicy):
       choices = "always", "never"
-      _check_choice(
-        "offload_policy", self.offload_policy, choices, "an OffloadPolicy"
-      )
-    elif not all(_by_pool(self.page_bytes)):
+      if policy not in choices:
+        requirement = f"one of {choices} or an OffloadPolicy"
+        refuse(ValueError, "CacheConfig.offload_policy", requirement, policy)
+    elif not all(by_pool(self.page_bytes)):
       raise ValueError(
         "`CacheConfig.page_bytes` must be at least 1 with an OffloadPolicy, "
         f"got {self.page_bytes}; use jaxkv.kv.page_bytes(kv) of a kv made with "
@@ -279,10 +285,10 @@ class CacheConfig:
       )
     for name in ("offload_pages", "page_bytes"):
       counts = getattr(self, name)
-      if counts and len(_by_pool(counts)) != num_pools:
+      if counts and len(by_pool(counts)) != num_pools:
         expected = f"a tuple with a number for each of {num_pools} pools"
         refuse(ValueError, f"CacheConfig.{name}", expected, counts)
-    offload_sizes = _by_pool(self.offload_pages)
+    offload_sizes = by_pool(self.offload_pages)
     if any(offload_sizes) and not all(offload_sizes):
       expected = "above 0 for all pools, or 0: a hit needs pages of all pools"
       refuse(
@@ -312,7 +318,7 @@ class CacheConfig:
     }
     for name, reason in needs_keys.items():
       value = getattr(self, name)
-      if any(_by_pool(value)) and not self.prefix_caching:
+      if any(by_pool(value)) and not self.prefix_caching:
         raise ValueError(
           f"`CacheConfig.{name}` needs prefix_caching=True: {reason}."
         )
@@ -341,13 +347,13 @@ class CacheConfig:
   @functools.cached_property
   def numbers(self) -> PageNumbers:
     """The numbers of all pages on the device."""
-    return PageNumbers(_by_pool(self.num_pages))
+    return PageNumbers(by_pool(self.num_pages))
 
   @functools.cached_property
   def offload_numbers(self) -> PageNumbers:
     """The numbers of offloaded pages; number q is N + q in the index."""
     # The first page of a pool is not used, so each pool has one number more.
-    sizes = _by_pool(self.offload_pages)
+    sizes = by_pool(self.offload_pages)
     return PageNumbers(tuple(size + 1 for size in sizes))
 
   @property
@@ -450,7 +456,7 @@ class CacheConfig:
       return None
     return tuple(
       num_bytes / policy.bytes_per_second * policy.tokens_per_second
-      for num_bytes in _by_pool(self.page_bytes)
+      for num_bytes in by_pool(self.page_bytes)
     )
 
   @property
@@ -477,8 +483,7 @@ def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
 
   A tuple of one number or of zeros becomes an int.
   """
-  is_tuple = isinstance(value, tuple)
-  if not is_tuple:
+  if not isinstance(value, tuple):
     return as_count(name, value, minimum)
   counts = tuple(as_count(name, count, minimum) for count in value)
   if not counts:
@@ -486,15 +491,6 @@ def _as_counts(name: str, value: Any, minimum: int) -> int | tuple[int, ...]:
   return counts if any(counts) and counts[1:] else counts[0]
 
 
-def _by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
+def by_pool(counts: int | tuple[int, ...]) -> tuple[int, ...]:
+  """Returns the number of each pool; an int is the number of the only one."""
   return (counts,) if isinstance(counts, int) else counts
-
-
-def _check_choice(
-  name: str, value: object, choices: tuple[str, ...], extra: str = ""
-) -> None:
-  if value not in choices:
-    extra = extra and f" or {extra}"
-    raise ValueError(
-      f"`CacheConfig.{name}` must be one of {choices}{extra}, got {value!r}."
-    )

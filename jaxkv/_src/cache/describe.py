@@ -33,9 +33,12 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
   running = np.asarray(state.num_pages)[:, 0] > 0
   usable_pages = np.asarray(config.numbers.sizes) - 1
   num_used = usable_pages - np.asarray(state.pool.queue.num_free)
+  suffixes = [f" of pool {pool}" for pool in range(config.num_pools)]
+  if config.num_pools == 1:
+    suffixes = [""]
   pages = [
     f"{num_used[pool]} of {usable_pages[pool]} pages{suffix} in use"
-    for pool, suffix in enumerate(_suffixes(config.num_pools))
+    for pool, suffix in enumerate(suffixes)
   ]
   if state.pool.index is not None:
     buckets = np.asarray(state.pool.index.buckets)
@@ -55,13 +58,6 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
     f" {np.asarray(state.length).sum()} tokens; {kinds};"
     f" {status(error).name if error in list(status) else error})"
   )
-
-
-def _suffixes(num_pools: int) -> list[str]:
-  """Returns a text that names each pool; an empty one for a single pool."""
-  if num_pools == 1:
-    return [""]
-  return [f" of pool {pool}" for pool in range(num_pools)]
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:

@@ -337,14 +337,10 @@ class GroupSizes:
     )
 
   def keep_last_page(self, columns: Array, lengths: Array) -> Array:
-    """Limits `columns` to keep the last full page of `keeps_last_page` groups.
+    """Limits the leading columns to skip, int32[..., G].
 
-    Args:
-      columns: int32[..., G], the number of leading columns to skip.
-      lengths: int32[...], tokens of the sequences.
-
-    Returns:
-      int32[..., G].
+    Groups with `keeps_last_page` keep the last full page of sequences of
+    `lengths`, int32[...], tokens.
     """
     keeps = [kind.keeps_last_page for kind in self.groups]
     if not any(keeps):

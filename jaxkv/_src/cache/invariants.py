@@ -43,19 +43,23 @@ def check(state: CacheState) -> None:
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4)))
   """
   check_single(state)
-  laws = check_invariants(state)
-  broken = [name for name, holds in laws.items() if not np.all(holds)]
-  if broken:
-    raise CacheError(
-      f"The cache broke its invariants {', '.join(broken)}, which CacheState "
-      "defines. This is a bug in jaxkv, or the state was edited by hand."
-    )
+  check_laws(check_invariants(state), "The cache", "CacheState")
   error = Status(int(state.error))
   if error not in (Status.OK, Status.OUT_OF_PAGES):
     raise CacheError(
       f"A call failed with {error.name}, and `state.error` recorded it. See "
       "jaxkv.Status for its meaning. `out.code` of that call shows the row. "
       "jaxkv.clear_error clears the error."
+    )
+
+
+def check_laws(laws: dict[str, Array], subject: str, origin: str) -> None:
+  """Raises CacheError unless all laws hold, which `origin` defines."""
+  broken = [name for name, holds in laws.items() if not np.all(holds)]
+  if broken:
+    raise CacheError(
+      f"{subject} broke its invariants {', '.join(broken)}, which {origin} "
+      "defines. This is a bug in jaxkv, or the state was edited by hand."
     )
 
 

@@ -8,18 +8,16 @@ needs the pages of all groups.
 import functools
 import operator
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
-
-import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.config import OffloadPolicy
+from jaxkv._src.cache.config import by_pool
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
 
@@ -65,13 +63,12 @@ class PoolNeeds(NamedTuple):
         for num_pages, num_cached in zip(pool_sizes, self.cached, strict=True)
       )
 
-    most_parts = 0
-    step = 1 << limit.bit_length()
-    while step:
-      if cost_of(with_parts(most_parts + step), costs) <= limit:
-        most_parts += step
-      step //= 2
-    return with_parts(most_parts)
+    # Rounded down, so a few more parts may fit.
+    remaining_cost = limit - cost_of(pool_sizes, costs)
+    num_fitting = remaining_cost * num_parts // cost_of(self.cached, costs)
+    while cost_of(with_parts(num_fitting + 1), costs) <= limit:
+      num_fitting += 1
+    return with_parts(num_fitting)
 
   def divide(self, num_pages: int, num_sequences: int) -> tuple[int, ...]:
     """Divides a number of pages between the pools.
@@ -101,31 +98,22 @@ def cost_of(pool_sizes: Sequence[int], costs: Sequence[int]) -> int:
 
 def sized_config(
   groups: tuple[GroupKind, ...],
+  page_bytes: int | tuple[int, ...] = 0,
+  /,
   *,
   num_slots: int,
   max_length: int,
-  page_size: int,
-  prefill_chunk: int,
-  decode_tokens: int,
-  num_pages: int | tuple[int, ...] | None,
-  options: Mapping[str, Any],
+  page_size: int = 16,
   memory: int | None = None,
-  page_bytes: int | tuple[int, ...] = 0,
+  num_pages: int | tuple[int, ...] | None = None,
+  prefill_chunk: int = 256,
+  decode_tokens: int = 1,
+  **options: Any,
 ) -> CacheConfig:
   """Implements `jaxkv.models.cache_config` for layer groups.
 
-  Args:
-    groups: the kinds of the groups.
-    num_slots: see `jaxkv.models.cache_config`; so are the other arguments.
-    max_length: tokens of the longest sequence.
-    page_size: tokens per page of all groups.
-    prefill_chunk: the maximum number of prompt tokens in a step.
-    decode_tokens: the maximum number of tokens that a sequence decodes in one.
-    num_pages: pages of all pools, or a tuple with those of each pool.
-    options: other fields of `CacheConfig`.
-    memory: bytes of all pools.
-    page_bytes: bytes of a page of each pool, for `memory` and for an
-      `OffloadPolicy` in `options`; 0 for those in `options`.
+  `page_bytes` is bytes of a page of each pool, for `memory` and for an
+  `OffloadPolicy`; 0 for those in `options`.
   """
   num_slots = as_count("num_slots", num_slots, 1)
   max_length = as_count("max_length", max_length, 1)
@@ -142,13 +130,9 @@ def sized_config(
     groups=groups,
     **options,
   )
-  needs = pool_needs(
-    groups,
-    page_size=page_size,
-    prefill_chunk=prefill_chunk,
-    decode_tokens=decode_tokens,
-    max_length=max_length,
-  )
+  page_sizes = (page_size,) * len(groups)
+  group_sizes = GroupSizes(groups, page_sizes, max_length)
+  needs = _needs(group_sizes, prefill_chunk, decode_tokens)
   if memory is not None and num_pages is not None:
     hint = "give one of the two"
     refuse(ValueError, "num_pages", "None with `memory`", num_pages, hint)
@@ -163,8 +147,7 @@ def sized_config(
     return config
   memory = as_int("memory", memory)
   pool_sizes = config.numbers.sizes
-  costs = config.page_bytes or page_bytes
-  costs = costs if isinstance(costs, tuple) else (costs,)
+  costs = by_pool(config.page_bytes or page_bytes)
   if not all(costs):
     requirement = "the bytes of a page of each pool with `memory`"
     refuse(ValueError, "page_bytes", requirement, page_bytes)
@@ -177,30 +160,16 @@ def sized_config(
   return make_config(num_pages=needs.fill(pool_sizes, costs, memory))
 
 
-def pool_needs(
-  groups: tuple[GroupKind, ...],
-  *,
-  page_size: int,
-  prefill_chunk: int,
-  decode_tokens: int,
-  max_length: int,
+def _needs(
+  group_sizes: GroupSizes, prefill_chunk: int, decode_tokens: int
 ) -> PoolNeeds:
-  """Returns the pages of each pool that sequences of `max_length` tokens need.
+  """Returns the pages of each pool that sequences of a full slot need."""
+  longest = group_sizes.slot_tokens
+  decoding = group_sizes.max_pages(decode_tokens, longest)
+  chunk = group_sizes.max_pages(prefill_chunk + decode_tokens - 1, longest)
+  pools = [group_kind.pool for group_kind in group_sizes.groups]
 
-  Args:
-    groups: the kinds of the groups; all have pages of `page_size` tokens.
-    page_size: tokens per page.
-    prefill_chunk: the maximum number of prompt tokens in a step.
-    decode_tokens: the maximum number of tokens that a sequence decodes in one.
-    max_length: tokens of a sequence.
-  """
-  page_sizes = (page_size,) * len(groups)
-  group_sizes = GroupSizes(groups, page_sizes, max_length)
-  decoding = group_sizes.max_pages(decode_tokens, max_length)
-  chunk = group_sizes.max_pages(prefill_chunk + decode_tokens - 1, max_length)
-  pools = [group_kind.pool for group_kind in groups]
-
-  def by_pool(pages: Iterable[int]) -> tuple[int, ...]:
+  def sums(pages: Iterable[int]) -> tuple[int, ...]:
     counts = [0] * (1 + max(pools))
     for pool, count in zip(pools, pages, strict=True):
       counts[pool] += count
@@ -208,7 +177,7 @@ def pool_needs(
 
   return PoolNeeds(
     # Admission keeps a page of each group free for every running sequence.
-    running=by_pool(count + 1 for count in decoding),
-    step=by_pool(np.subtract(chunk, decoding).tolist()),
-    cached=by_pool(group_sizes.max_pages(0, max_length)),
+    running=sums(count + 1 for count in decoding),
+    step=sums(map(operator.sub, chunk, decoding)),
+    cached=sums(group_sizes.max_pages(0, longest)),
   )

@@ -378,13 +378,7 @@ _CASTS = {"mask": arguments.as_bool, "salts": arguments.as_key}
 def rows_of(
   state: CacheState, slots: Array | None, mask: Array | None
 ) -> indexing.SlotRows:
-  """Builds the rows of a call from its arguments `slots` and `mask`.
-
-  Args:
-    state: the cache.
-    slots: int32[R]; None for all slots in order.
-    mask: bool[R], the rows to process; None for all.
-  """
+  """Builds the rows of a call from its arguments `slots` and `mask`."""
   if slots is None:
     all_slots = jnp.arange(state.config.num_slots, dtype=jnp.int32)
     counts = mask_or_all(mask, all_slots)
@@ -474,11 +468,7 @@ def sticky(error: Array, code: Array) -> Array:
   """Returns the state's error after a call, int32[].
 
   The first failure stays, except that a different failure replaces
-  OUT_OF_PAGES.
-
-  Args:
-    error: int32[], the error before the call.
-    code: int32[...], the statuses of the call's rows.
+  OUT_OF_PAGES. `code`, int32[...], has the statuses of the call's rows.
   """
   # Running out of pages is normal operation and must not hide a caller's
   # mistake.

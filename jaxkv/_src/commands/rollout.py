@@ -256,26 +256,19 @@ def largest_difference(
   Returns:
     The largest difference from the log-probs of the rollout, in nats.
   """
-  queue = state.queue
-  raw = queue.records.raw_log_probs
-  assert raw is not None
-  columns = jnp.arange(raw.shape[1], dtype=jnp.int32)
-
-  def difference(row: tuple[jax.Array, ...]) -> jax.Array:
-    tokens, prompt_length, length, log_probs = row
-    logits = models.forward_uncached(
-      model.params, tokens[None], columns[None], config=model.config
-    )
-    uncached = jnp.take_along_axis(
-      jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], axis=1
-    )[:, 0]
-    # `max` keeps NaN, which then fails the comparison with `CLOSE`.
-    is_sampled = (columns[1:] >= prompt_length) & (columns[1:] < length)
-    return jnp.max(jnp.where(is_sampled, jnp.abs(uncached - log_probs[1:]), 0))
-
-  # `map` bounds the memory of the logits, as it runs one sequence at a time.
-  rows = (queue.tokens, queue.prompt_length, queue.length, raw)
-  return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
+  groups = rollout.grouped(rollout.generated(state))
+  assert groups.records.raw_log_probs is not None
+  log_probs = models.grouped_log_probs(
+    model.params,
+    groups.prompts,
+    groups.prompt_lengths,
+    groups.completions,
+    groups.completion_lengths,
+    config=model.config,
+  )
+  differences = jnp.abs(log_probs - groups.records.raw_log_probs)
+  # `max` keeps NaN, which then fails the comparison with `CLOSE`.
+  return float(jnp.max(jnp.where(groups.mask, differences, 0)))
 
 
 def _metrics(state: rollout.RolloutState) -> dict[str, Any]:

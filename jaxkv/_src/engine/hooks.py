@@ -1,6 +1,5 @@
 """Protocols of a caller's functions, their arguments, and checks of results."""
 
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
@@ -46,9 +45,9 @@ class Model(Protocol):
   """A function that computes the logits of the tokens of a call.
 
   It writes the keys and values of all tokens into the memory, attends through
-  `jaxkv.kv`, and returns logits of the columns that need them.
-  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`, and
-  `all_logits` makes one from a function that returns logits of every token.
+  `jaxkv.kv`, and returns logits of the columns that need them. From the logits
+  of all tokens, `logits[0].at[batch.columns].get(mode="clip")` selects them.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`.
   """
 
   def __call__(
@@ -130,25 +129,6 @@ def rows_of(queue: Queue, queue_rows: Array) -> Rows:
   )
 
 
-def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
-  """Makes a `Model` from a function that returns the logits of all tokens.
-
-  Args:
-    model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
-
-  Raises:
-    TypeError, ValueError: in a call of the `Model`, for invalid results.
-  """
-
-  def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
-    logits, new_kv = model(params, batch, kv)
-    columns = batch.tokens.shape[1]
-    check_result(logits, new_kv, kv, (1, columns), "the model of all_logits")
-    return logits[0].at[batch.columns].get(mode="clip"), new_kv
-
-  return select_columns
-
-
 def check_model(model: Any, config: RolloutConfig) -> None:
   """Raises unless `model` is callable and its `expert_axis` fits `config`."""
   if not callable(model):
@@ -187,13 +167,10 @@ def _keyword(model: Any, name: str) -> Any:
   return getattr(model, "keywords", {}).get(name)
 
 
-def check_result(
-  logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
-) -> None:
-  """Raises unless a model returned float[*shape, V] and the updated memory.
+def check_result(logits: Any, new_kv: Any, kv: Pools, num_columns: int) -> None:
+  """Raises unless a model returned float[X, V] and the updated memory.
 
-  `name` is the phrase that names the model in messages. `new_kv` is None if the
-  model writes nothing.
+  `new_kv` is None if the model writes nothing.
 
   Raises:
     TypeError: `logits` is not an array of floats, or the structure, shapes or
@@ -201,17 +178,13 @@ def check_result(
     ValueError: the logits have another shape, or the model did not write a pool
       of K/V or states, but returned the pool that it received.
   """
-  hint = f"let {name} return (logits, kv), in this order"
+  hint = "let `model` return (logits, kv), in this order"
   check_type("logits", logits, jax.Array | np.ndarray, "an array", hint)
-  if logits.shape[:-1] != shape or logits.ndim != len(shape) + 1:
-    axes = ", ".join(map(str, shape))
-    hint = "with one row for each of batch.columns"
-    if len(shape) > 1:
-      hint = f"the logits of all tokens, from {name}"
+  if logits.shape[:-1] != (num_columns,):
     raise ValueError(
-      f"`logits` must have the shape [{axes}, V], {hint}, got "
-      f"{list(logits.shape)}; convert a function that returns logits of all "
-      "tokens with jaxkv.rollout.all_logits."
+      f"`logits` must have the shape [{num_columns}, V], with one row for each "
+      f"of batch.columns, got {list(logits.shape)}; select the rows with "
+      'logits[0].at[batch.columns].get(mode="clip").'
     )
   if not jnp.issubdtype(logits.dtype, jnp.floating):
     raise TypeError(
@@ -219,7 +192,7 @@ def check_result(
       "model's last layer."
     )
   if new_kv is not None:
-    _check_memory(new_kv, kv, name)
+    _check_memory(new_kv, kv)
 
 
 def check_processed(
@@ -251,12 +224,12 @@ def check_processed(
   return new_logits, new_extra
 
 
-def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
+def _check_memory(new_kv: Any, kv: Pools) -> None:
   received_shapes = _shapes(kv)
   returned_shapes = _shapes(new_kv)
   if received_shapes != returned_shapes:
     raise TypeError(
-      f"`kv` that {name} returns must have the structure, shapes and dtypes of "
+      "`kv` that `model` returns must have the structure, shapes and dtypes of "
       f"the `kv` that it received, {received_shapes}, got {returned_shapes}; "
       "return the memory after the last `write`."
     )
@@ -268,7 +241,7 @@ def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
     leaves = zip(jax.tree.leaves(pool), jax.tree.leaves(new_pool), strict=True)
     if all(leaf is new_leaf for leaf, new_leaf in leaves):
       raise ValueError(
-        f"`kv` that {name} returns must be the memory after `write`, got the "
+        "`kv` that `model` returns must be the memory after `write`, got the "
         f"{type(pool).__name__} that it received; return the result of the "
         "last jaxkv.kv.write, or None for a model that writes nothing."
       )

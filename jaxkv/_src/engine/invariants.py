@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
-from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.invariants import check_invariants as cache_invariants
+from jaxkv._src.cache.invariants import check_laws
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.engine.page_keys import keys_of_rows
@@ -35,14 +34,8 @@ def check(state: RolloutState) -> None:
     ValueError: `state` is a stack of rollouts.
   """
   check_single(state)
-  laws = check_invariants(state)
-  broken = [name for name, holds in laws.items() if not np.all(holds)]
-  if broken:
-    raise CacheError(
-      f"The rollout broke its invariants {', '.join(broken)}, which "
-      "jaxkv.rollout.check_invariants defines. This is a bug in jaxkv, or the "
-      "state was edited by hand."
-    )
+  origin = "jaxkv.rollout.check_invariants"
+  check_laws(check_invariants(state), "The rollout", origin)
   memory = state.memory
   check_memory(
     memory.kv, memory.cache.config, offload=memory.offload, state=memory.cache

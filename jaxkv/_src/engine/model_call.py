@@ -167,7 +167,7 @@ class _StepCall:
       columns = last_columns
     batch = dataclasses.replace(batch, columns=columns)
     logits, new_kv = self._model(self._params, batch, kv)
-    check_result(logits, new_kv, kv, columns.shape, "`model`")
+    check_result(logits, new_kv, kv, columns.shape[0])
     kv = kv if new_kv is None else new_kv
     if self._scoring is not None and not is_prompt:
       rows = batch.rows.numbers

@@ -72,10 +72,7 @@ def shared_states(
 def _are_usable(common: Array, num_cached: Array, ends: Array) -> Array:
   """Returns bool[X, Y, E]: ends of row j from which candidate i continues.
 
-  Args:
-    common: int32[X, Y], the tokens of the common head.
-    num_cached: int32[X].
-    ends: int32[Y, E].
+  `common`, int32[X, Y], has the tokens of their common head.
   """
   is_usable = ends[None] <= common[:, :, None]
   return is_usable & (ends[None] > num_cached[:, None, None])

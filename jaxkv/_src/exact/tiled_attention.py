@@ -8,7 +8,6 @@ trainer's whole sequences round equally.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -36,13 +35,13 @@ class TokenRows(NamedTuple):
   """New tokens of sequences, and the pages of their keys and values.
 
   Attributes:
-    pools: keys and values [N, K, S, D]; one pool for latents.
+    pools: keys and values [N, K, S, D]; None for the values of latents.
     page_table: int32[B, M], the page ids of each sequence.
     starts: int32[B], the position of each sequence's first new token.
     num_tokens: int32[B], the number of new tokens of each sequence.
   """
 
-  pools: tuple[jax.Array, ...]
+  pools: tuple[jax.Array, jax.Array | None]
   page_table: jax.Array
   starts: jax.Array
   num_tokens: jax.Array
@@ -126,9 +125,6 @@ def _read(
   rows: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [Z, Y, H, D], in Z rows of Y queries."""
-  attention: Callable[..., Any] = kernels.paged_attention_padded
-  if len(rows.pools) == 1:
-    attention = kernels.mla_attention_padded
   call = call | {"query_tile": _tile(rows, q)}
   options = call["options"]
   offset = call["page_offset"]
@@ -140,7 +136,7 @@ def _read(
     pools, options, offset = weights
     options = dataclasses.replace(options, **static_options)
     keywords = call | {"options": options, "page_offset": offset}
-    return attention(q, *pools, *context, **keywords)
+    return kernels.paged_attention_padded(q, *pools, *context, **keywords)
 
   context = (rows.page_table, rows.starts, rows.num_tokens)
   weights = (rows.pools, options, offset)

@@ -52,26 +52,23 @@ class QueueEngine:
     decoder: PagedModule,
     sizes: EngineSizes,
     *,
-    scaled: bool = False,
-    banned: tuple[int, ...] = (),
-    mesh: Mesh | None = None,
-    split_heads: bool = False,
+    banned: int,
+    mesh: Mesh | None,
+    split_heads: bool,
   ):
     """Creates an engine; the first `run` compiles its program.
 
     Args:
       decoder: the adapted model, see `paged_module`.
       sizes: the fixed shapes.
-      scaled: True to return log-probs of logits divided by the temperature.
-      banned: tokens that only jobs with `may_draw_banned` may draw.
+      banned: a token that only jobs with `may_draw_banned` may draw.
       mesh: the devices that hold the state; None for the default device.
       split_heads: True to shard the K/V heads of pages over the mesh axis "tp".
     """
     self.sizes = sizes
-    self._model = _scaled_model(decoder.model) if scaled else decoder.model
+    self._model = _scaled_model(decoder.model)
     self._init_kv = decoder.init_kv
-    self._scaled = scaled
-    self._process = _ban(banned) if banned else None
+    self._process = _ban(banned)
     self._mesh = mesh
     self._split_heads = split_heads
     self._cache = decoder.cache_config(
@@ -156,7 +153,7 @@ class QueueEngine:
 
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
     """Serves one batch of jobs, which fits the fixed shapes."""
-    batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
+    batch = client_jobs.batch(jobs, self.sizes)
     # The state is donated, so it is lost if the call raises.
     state = self._state
     self._state = None
@@ -213,7 +210,7 @@ class QueueEngine:
 
   def _init_state(self, secret: Array) -> RolloutState:
     """Returns a rollout with an empty queue."""
-    batch = client_jobs.batch([], self.sizes, scaled=self._scaled)
+    batch = client_jobs.batch([], self.sizes)
     jobs = self.sizes.num_jobs
     requests = rollout.Requests(
       jnp.zeros((jobs, 1), jnp.int32),
@@ -309,16 +306,14 @@ def _scaled_model(model: rollout.Model) -> rollout.Model:
   return call
 
 
-def _ban(tokens: tuple[int, ...]) -> rollout.Process:
-  """Makes a `Process` that masks tokens where `may_draw` is False."""
+def _ban(token: int) -> rollout.Process:
+  """Makes a `Process` that masks a token where `may_draw` is False."""
 
   def process(
     logits: Array, rows: rollout.Rows, extra: Any
   ) -> tuple[Array, Any]:
     del rows
-    for token in tokens:
-      column = jnp.where(extra["may_draw"], logits[:, token], -jnp.inf)
-      logits = logits.at[:, token].set(column)
-    return logits, extra
+    column = jnp.where(extra["may_draw"], logits[:, token], -jnp.inf)
+    return logits.at[:, token].set(column), extra
 
   return process

@@ -55,7 +55,7 @@ class Answer:
   Attributes:
     tokens: the drawn tokens, the stop token included.  # int32[T]
     log_probs: the log-prob of each token, before `top_k` and `top_p`, but after
-      the temperature if the engine is scaled; None if unrecorded.  # float32[T]
+      the temperature; None if unrecorded.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -106,60 +106,35 @@ class EngineSizes:
     return self.num_jobs * self.num_samples
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-  """Sizes of an engine; None chooses a size for the call that creates it.
-
-  Attributes:
-    num_samples: the maximum number of samples that share one prefill.
-    num_jobs: the number of prompts in the queue.
-    num_pages: pages of all pools together; None for half of the pages that a
-      dense cache would need for a full queue.
-    page_size: tokens of a page.
-    prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-    max_length: the maximum number of tokens of a prompt with its answer. For a
-      longer request, a new engine replaces the old one.
-  """
-
-  num_samples: int | None = None
-  num_jobs: int | None = None
-  num_pages: int | None = None
-  page_size: int = 16
-  prefill_chunk: int = 128
-  max_length: int | None = None
-
-
 def choose_sizes(
-  options: SamplingOptions,
   jobs: list[Job],
   max_length: int,
   plan: LayerPlan,
   old_sizes: EngineSizes | None,
+  *,
+  num_samples: int | None,
+  num_jobs: int | None,
+  num_pages: int | None,
+  page_size: int,
+  prefill_chunk: int,
 ) -> EngineSizes:
-  """Chooses the shapes of an engine for `jobs`.
+  """Chooses the shapes of an engine for the jobs of its first call.
 
-  Args:
-    options: the sizes that the user has chosen.
-    jobs: the jobs of the first call.
-    max_length: the maximum number of tokens of a prompt with its answer.
-    plan: the layer groups of the model.
-    old_sizes: sizes of the engine that is replaced; None for the first.
+  `max_length` is the maximum number of tokens of a prompt with its answer, and
+  `old_sizes` are those of the engine that is replaced; None for the first. The
+  user has chosen the other sizes, except those that are None.
   """
   # The new engine must also serve calls like earlier ones, so its queue is not
   # smaller than the old engine's.
-  num_samples = options.num_samples
   if num_samples is None:
     num_samples = max(len(job.seeds) for job in jobs)
     num_samples = max(num_samples, old_sizes.num_samples if old_sizes else 1)
-  num_jobs = options.num_jobs
   if num_jobs is None:
     num_jobs = len(split(jobs, num_samples))
     if num_jobs == 1 and len(jobs[0].seeds) == 1:
       num_jobs = _SOLO_JOBS
     num_jobs = max(num_jobs, old_sizes.num_jobs if old_sizes else 1)
-  page_size = options.page_size
   columns = -(-max_length // page_size)
-  num_pages = options.num_pages
   if num_pages is None:
     # The pools must have room for the longest sequence.
     tokens = num_jobs * num_samples * max_length
@@ -174,7 +149,7 @@ def choose_sizes(
     num_slots=min(num_jobs * num_samples, _MAX_SLOTS),
     num_pages=num_pages,
     page_size=page_size,
-    prefill_chunk=options.prefill_chunk,
+    prefill_chunk=prefill_chunk,
     num_stop_tokens=max(
       8, stops, old_sizes.num_stop_tokens if old_sizes else 0
     ),
@@ -232,11 +207,8 @@ def check(job: Job, shapes: EngineSizes) -> None:
     )
 
 
-def batch(jobs: list[Job], shapes: EngineSizes, *, scaled: bool) -> JobBatch:
-  """Converts at most `shapes.num_jobs` jobs, which `check` accepts, to arrays.
-
-  `scaled` is True if the model divides its logits by the temperature.
-  """
+def batch(jobs: list[Job], shapes: EngineSizes) -> JobBatch:
+  """Converts at most `shapes.num_jobs` jobs, accepted by `check`, to arrays."""
   samples = shapes.num_samples
   num_rows = shapes.total
   prompts = np.zeros((shapes.num_jobs, shapes.max_length - 1), np.int32)
@@ -263,10 +235,9 @@ def batch(jobs: list[Job], shapes: EngineSizes, *, scaled: bool) -> JobBatch:
     lengths[index] = len(job.prompt)
     counts[index] = len(job.seeds)
     rows = slice(index * samples, index * samples + len(job.seeds))
-    # A scaled model has already divided the logits, so the draw must not divide
-    # them again.
-    temperature = float(job.temperature > 0) if scaled else job.temperature
-    columns["temperature"][rows] = temperature
+    # The engine's model divides the logits by the temperature, so the draw must
+    # not divide them again.
+    columns["temperature"][rows] = job.temperature > 0
     columns["max_tokens"][rows] = job.max_tokens
     columns["top_k"][rows] = job.top_k
     columns["top_p"][rows] = job.top_p

@@ -1,5 +1,6 @@
 """Implements tunix's interface `BaseRollout` with a `QueueEngine`."""
 
+import functools
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.engine import QueueEngine
 from jaxkv._src.integrations.jobs import Answer
 from jaxkv._src.integrations.jobs import Job
-from jaxkv._src.integrations.jobs import SamplingOptions
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.thread_batches import ThreadBatches
 from jaxkv._src.integrations.tunix_models import paged_module_of
@@ -73,7 +73,8 @@ class TunixRollout:
     self._decoder = decoder or paged_module_of(rollout_actor)
     self._graphdef, self._params = nnx.split(rollout_actor)
     self._mesh = mesh
-    self._options = SamplingOptions(
+    self._choose_sizes = functools.partial(
+      client_jobs.choose_sizes,
       num_samples=num_samples,
       num_jobs=num_jobs,
       num_pages=num_pages,
@@ -301,8 +302,7 @@ class TunixRollout:
       return self._engine
     # A longer sequence does not fit the compiled shapes, so a new engine with
     # an empty cache replaces the old one.
-    engine_sizes = client_jobs.choose_sizes(
-      self._options,
+    engine_sizes = self._choose_sizes(
       [job for part, _, _ in requests for job in part],
       longest,
       self._decoder.plan,
@@ -313,8 +313,7 @@ class TunixRollout:
     self._engine = QueueEngine(
       self._decoder,
       engine_sizes,
-      scaled=True,
-      banned=(self.pad_id(),),
+      banned=self.pad_id(),
       mesh=mesh,
       # A pool can only be sharded if each device gets whole K/V heads.
       split_heads=num_shards > 1

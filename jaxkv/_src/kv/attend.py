@@ -58,8 +58,7 @@ def attend(
 
   Args:
     kv: the pages.
-    view: the rows and their new tokens; for a `PackedView`, B is 1. Backends
-      that take plans use `view.plan`.
+    view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
     q: [B, T, H, D], H query heads in T columns. H is a multiple of K, the
       number of K/V heads.
@@ -71,8 +70,8 @@ def attend(
     exact: True for outputs whose bits do not depend on the other queries of the
       call. Decode steps, chunks and whole sequences then give equal bits, at a
       higher cost. The page size must divide 64. With the backend "xla", all
-      such page sizes give the same bits. `view.shared` and `view.plan` are
-      ignored. Not supported with `tree_mask`.
+      such page sizes give the same bits. `view.shared` is ignored. Not
+      supported with `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the K/V heads over one mesh axis, such as
       `NamedSharding(mesh, P("model"))`. Each device then attends with its own
@@ -254,27 +253,18 @@ def _attend(
   return out[None], lse[None]
 
 
-def _pools(kv: KVPages) -> tuple[jax.Array, ...]:
-  """Returns the pools of keys and values, or the pool of latents."""
-  return (kv.k,) if kv.v is None else (kv.k, kv.v)
-
-
 def _rectangle(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [B, T, H, D]."""
-  # A call with one column is a decode step, which can use shared pages and a
-  # plan. Decode kernels take no tree mask, because it may hide a query's own
-  # key.
+  # A call with one column is a decode step, which can use shared pages. Decode
+  # kernels take no tree mask, because it may hide a query's own key.
   if q.shape[1] == 1 and call["options"].tree_mask is None:
     out, lse = _attend_single(kv, view, q[:, 0], call)
     return out[:, None], lse[:, None]
   rows = rows_of(view)
-  attention: Callable[..., Any] = kernels.paged_attention_padded
-  if kv.v is None:
-    attention = kernels.mla_attention_padded
-  return attention(
-    q, *_pools(kv), rows.page_table, rows.starts, rows.num_tokens, **call
+  return kernels.paged_attention_padded(
+    q, kv.k, kv.v, rows.page_table, rows.starts, rows.num_tokens, **call
   )
 
 
@@ -284,12 +274,10 @@ def _packed(
   """Computes attention of queries [C, H, D], packed one row after another."""
   first_row = jnp.zeros((1,), jnp.int32)
   ends = jnp.cumsum(rows.num_tokens, dtype=jnp.int32)
-  attention: Callable[..., Any] = kernels.paged_attention
-  if kv.v is None:
-    attention = kernels.mla_attention
-  return attention(
+  return kernels.paged_attention(
     q,
-    *_pools(kv),
+    kv.k,
+    kv.v,
     rows.page_table,
     rows.starts + rows.num_tokens,
     jnp.concatenate([first_row, ends]),
@@ -303,12 +291,15 @@ def _attend_single(
   """Computes attention of one query in each row, q [B, H, D]."""
   rows = rows_of(view)
   lengths = decode_lengths(rows)
-  if kv.v is None:
-    out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
+  shared = rows.shared
   # With a window, shared pages are not used, because rows of different lengths
-  # would see different parts of the prefix.
-  elif rows.shared is not None and call["options"].window is None:
-    shared = rows.shared
+  # would see different parts of the prefix. `cascade_decode` takes no latents.
+  has_window = call["options"].window is not None
+  if shared is None or has_window or kv.v is None:
+    out, lse = kernels.paged_decode(
+      q, kv.k, kv.v, rows.page_table, lengths, **call
+    )
+  else:
     # Rows may have changed since `share`. For a FreshView, `refresh_shared` has
     # already checked them.
     if not isinstance(view, FreshView):
@@ -316,10 +307,6 @@ def _attend_single(
         rows.page_table, lengths, page_size=kv.page_size
       )
     out, lse = kernels.cascade_decode(q, kv.k, kv.v, shared, **call)
-  else:
-    out, lse = kernels.paged_decode(
-      q, kv.k, kv.v, rows.page_table, lengths, **call
-    )
   # An idle row has length 0, for which the kernels return the log-sum-exp of
   # the sinks instead of -inf.
   return out, jnp.where((rows.num_tokens > 0)[:, None], lse, -jnp.inf)
@@ -335,6 +322,6 @@ def _exact(
   """Computes attention with a function of `tiled_attention`."""
   rows = rows_of(view)
   sequences = tiled_attention.TokenRows(
-    _pools(kv), rows.page_table, rows.starts, rows.num_tokens
+    (kv.k, kv.v), rows.page_table, rows.starts, rows.num_tokens
   )
   return attention(sequences, q, call)

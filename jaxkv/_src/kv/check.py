@@ -55,14 +55,10 @@ def check(
   """
   check_config(config)
   # Page sizes may differ between groups, and a memory may serve only one group.
+  numbers = config.numbers
   shapes = {
-    (*place, page_size)
-    for pool, place in enumerate(
-      zip(config.numbers.first_pages, config.numbers.sizes, strict=True)
-    )
-    for page_size in {
-      config.page_sizes[group] for group in config.groups_of_pools[pool]
-    }
+    (numbers.first_pages[kind.pool], numbers.sizes[kind.pool], page_size)
+    for kind, page_size in zip(config.groups, config.page_sizes, strict=True)
   }
   first_pages = set()
   for index, pool in enumerate(pools_of(kv)):
@@ -76,9 +72,9 @@ def check(
         f"`{name}` must have {expected}, as the cache has, got"
         f" {_described(shape)}; make it from state.config."
       )
-  missing = set(config.numbers.first_pages) - first_pages
+  missing = set(numbers.first_pages) - first_pages
   if missing:
-    pool = config.numbers.first_pages.index(min(missing))
+    pool = numbers.first_pages.index(min(missing))
     raise ValueError(
       f"`kv` must have pages for each pool, got none for pool {pool} of groups "
       f"{config.groups_of_pools[pool]}; make a tuple of memories, one with "

@@ -17,10 +17,9 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv import storage_dtypes
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_layer
-from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.kv_pages import first_page_of
-from jaxkv._src.kv.kv_pages import in_memory
-from jaxkv._src.kv.kv_pages import pages_of_group
+from jaxkv._src.kv.kv_pages import num_rows
+from jaxkv._src.kv.kv_pages import page_index
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.write import token_places
@@ -100,10 +99,9 @@ def init_expert_ids(
     ((15, 4, 2), 5)
   """
   check_config(config)
-  check_sizes(config, group, num_layers=num_layers, width=width)
+  rows = num_rows(config, group, num_layers=num_layers, width=width)
   dtype = storage_dtypes.as_dtype("dtype", dtype, _FORMATS)
-  num_pages = num_layers * pages_of_group(config, group)
-  shape = (num_pages, config.page_sizes[group], width)
+  shape = (rows, config.page_sizes[group], width)
   return ExpertIdPages(
     values=jnp.zeros(shape, dtype),
     num_layers=int(num_layers),
@@ -158,13 +156,11 @@ def write_expert_ids(
 def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
-  targets = token_places(pages, view, values.shape[1])
+  places = token_places(pages, view, layer, values.shape[1])
   # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It accepts
   # integers only if they have the pool's dtype.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
-  pool = kernels.append_pages(
-    pages.values[:, None], new, *targets, page_offset=layer * pages.num_pages
-  )
+  pool = kernels.append_pages(pages.values[:, None], new, *places)
   return dataclasses.replace(pages, values=pool[:, 0])
 
 
@@ -191,13 +187,10 @@ def read_expert_ids(
 def _read(
   pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-  page_table = in_memory(pages, page_table)
-  has_page = (page_table > 0) & (page_table < pages.num_pages)
   layer = jnp.arange(pages.num_layers, dtype=jnp.int32)
-  ids = page_table[:, :, None] + (layer * pages.num_pages)[None, None]
-  # An id of L * N is past the last layer, so the gather fills it with zeros.
-  ids = jnp.where(has_page[:, :, None], ids, pages.values.shape[0])
-  values = pages.values.at[ids].get(mode="fill", fill_value=0)
+  index = page_index(pages, page_table[:, :, None], layer[None, None])
+  has_page = index[:, :, 0] < pages.values.shape[0]
+  values = pages.values.at[index].get(mode="fill", fill_value=0)
   rows, columns = page_table.shape
   shape = (columns * pages.page_size, pages.num_layers, pages.width)
   # Widened first, because the pages' unsigned dtype cannot hold -1.

@@ -1,14 +1,12 @@
 """The pages that hold keys and values, and operations on whole pages."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv import storage_dtypes
@@ -139,13 +137,12 @@ def init(
   """
   check_config(config)
   head_sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
-  check_sizes(config, group, num_layers=num_layers, **head_sizes)
+  pages = num_rows(config, group, num_layers=num_layers, **head_sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
   is_default = dtype is None
   dtype = dtype or jnp.bfloat16
   dtype = storage_dtypes.as_dtype("dtype", dtype, storage_dtypes.FORMATS)
   storage_dtype = storage_dtypes.resolve(dtype, storage_dtype)
-  pages = num_layers * pages_of_group(config, group)
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   has_scales = dtype.itemsize == 1
   is_latent = value_dim is not None
@@ -165,47 +162,6 @@ def init(
   )
 
 
-def gather(
-  kv: KVPages, layer: jax.Array | int, page_table: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Gathers one layer's keys and values of sequences into dense arrays.
-
-  Args:
-    kv: the pages.
-    layer: int32[], 0..L-1.
-    page_table: int32[B, M], page ids; an id out of range reads as zeros.
-
-  Returns:
-    (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
-    formats in float32 with scales applied. Values of latents are
-    [B, M * S, 1, Dv]. Elements past a sequence's length are arbitrary.
-  """
-  check_layer(kv, layer)
-  arguments.check_int32("page_table", page_table, ("B", "M"))
-  return _gather(kv, jnp.asarray(layer, jnp.int32), page_table)
-
-
-@functools.partial(jax.jit, inline=True)
-def _gather(
-  kv: KVPages, layer: jax.Array, page_table: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  ids = in_layer(kv, in_memory(kv, page_table))
-  offset = layer * kv.num_pages
-
-  def dense(pages: jax.Array, scale: jax.Array | None) -> jax.Array:
-    tokens = kernels.gather_pages(pages, ids, page_offset=offset)
-    if scale is None:
-      return tokens
-    # Widened to float32 first, because 8 bits cannot hold the products.
-    factors = kernels.gather_pages(scale[..., None], ids, page_offset=offset)
-    return tokens.astype(jnp.float32) * factors
-
-  keys = dense(kv.k, kv.k_scale)
-  if kv.v is None:
-    return keys, keys[..., : kv.value_dim]
-  return keys, dense(kv.v, kv.v_scale)
-
-
 def check_config(config: CacheConfig) -> None:
   """Raises `TypeError` unless `config` is a CacheConfig."""
   hint = "for a CacheState, pass state.config"
@@ -221,20 +177,21 @@ def check_group(config: CacheConfig, group: int) -> None:
     arguments.refuse(ValueError, "group", expected, group)
 
 
-def check_sizes(
+def num_rows(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
-) -> None:
-  """Raises unless the group exists, sizes are valid and L * N fits int32."""
+) -> int:
+  """Returns L * N for a group's pool; raises unless all sizes are valid."""
   for name, count in {"num_layers": num_layers, **sizes}.items():
     arguments.as_count(name, count, 1)
   check_group(config, group)
+  num_pages = config.numbers.sizes[config.groups[group].pool]
   # The index of a page over all layers must fit int32.
-  num_pages = pages_of_group(config, group)
   if num_layers * num_pages > np.iinfo(np.int32).max:
     raise ValueError(
       "`num_layers` must be such that num_layers * num_pages fits int32, got"
       f" {num_layers} * {num_pages}."
     )
+  return num_layers * num_pages
 
 
 def _check_latents(
@@ -264,11 +221,6 @@ def check_layer(kv: Any, layer: jax.Array | int) -> None:
     arguments.refuse(ValueError, "layer", expected, int(layer))
 
 
-def pages_of_group(config: CacheConfig, group: int) -> int:
-  """Returns N, the pages of a group's pool, its first page included."""
-  return config.numbers.sizes[config.groups[group].pool]
-
-
 def first_page_of(config: CacheConfig, group: int) -> int:
   """Returns the number of the first page of a group's pool."""
   return config.numbers.first_pages[config.groups[group].pool]
@@ -287,8 +239,16 @@ def in_memory(kv: Any, page_ids: jax.Array) -> jax.Array:
   return jnp.where(is_page, row, jnp.where(page_ids == 0, 0, kv.num_pages))
 
 
-def in_layer(kv: Any, rows: jax.Array) -> jax.Array:
-  """Returns rows of a layer, with L * N in place of rows out of range."""
-  # A row from N to L * N - 1 would be a page of another layer.
-  is_page = (rows >= 0) & (rows < kv.num_pages)
-  return jnp.where(is_page, rows, kv.num_layers * kv.num_pages)
+def page_index(kv: Any, page_ids: jax.Array, layer: jax.Array) -> jax.Array:
+  """Returns the index of each page of a layer in the arrays of any memory.
+
+  L * N, which is out of range, for the null page, for pages of other pools, and
+  for a layer out of range.
+  """
+  rows = in_memory(kv, page_ids)
+  # Without these checks, a number out of range could be a page of another
+  # layer.
+  is_page = (rows > 0) & (rows < kv.num_pages)
+  is_page &= (layer >= 0) & (layer < kv.num_layers)
+  no_index = jnp.int32(kv.num_layers * kv.num_pages)
+  return jnp.where(is_page, rows + layer * kv.num_pages, no_index)

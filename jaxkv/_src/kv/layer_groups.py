@@ -15,30 +15,18 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 
 
-class LayerLocation(NamedTuple):
-  """The part of the pages that one layer of a model uses.
-
-  Attributes:
-    group: the layer group.
-    layer: the memory layer.
-  """
-
-  group: int
-  layer: int
-
-
 class LayerGroups(NamedTuple):
   """The layer groups of a model, in the order of the first layer of each.
 
   Attributes:
     kinds: the kind of each group, with its pool.
     num_layers: the number of layers of each group.
-    locations: the location of each layer.
+    locations: the group and the memory layer of each layer.
   """
 
   kinds: tuple[GroupKind, ...]
   num_layers: tuple[int, ...]
-  locations: tuple[LayerLocation, ...]
+  locations: tuple[tuple[int, int], ...]
 
   @property
   def by_pool(self) -> tuple[int, ...]:
@@ -66,9 +54,7 @@ def group_layers(
 ) -> LayerGroups:
   """Divides layers into groups and pools.
 
-  Args:
-    kinds: the kind of each layer, with pool 0.
-    shapes: a key of each layer's data, equal for data of the same shape.
+  `shapes` has a key of each layer's data, equal for data of the same shape.
   """
   layers: dict[tuple[GroupKind, Hashable], int] = {}
   locations = []
@@ -76,7 +62,7 @@ def group_layers(
     rank = layers.get(need, 0)
     layers[need] = rank + 1
     # A dict keeps the order of insertion, which is that of first layers.
-    locations.append(LayerLocation(list(layers).index(need), rank))
+    locations.append((list(layers).index(need), rank))
   pools: dict[tuple[Hashable, int], int] = {}
   group_kinds = []
   for (group_kind, shape), num_layers in layers.items():

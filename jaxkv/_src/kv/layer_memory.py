@@ -41,42 +41,18 @@ class LayerPlan:
     return self.groups.kinds
 
   def cache_config(
-    self,
-    *,
-    num_slots: int,
-    max_length: int,
-    page_size: int = 16,
-    memory: int | None = None,
-    num_pages: int | tuple[int, ...] | None = None,
-    prefill_chunk: int = 256,
-    decode_tokens: int = 1,
-    **options: Any,
+    self, *, num_slots: int, max_length: int, **options: Any
   ) -> CacheConfig:
     """Sizes the pools of a cache, as `jaxkv.models.cache_config` does.
 
     Args:
       num_slots: B, the maximum number of sequences at a time.
       max_length: the maximum number of tokens of a sequence.
-      page_size: S, tokens per page of all groups.
-      memory: bytes of all pages, which needs the option `page_bytes`; None for
-        the least with which all slots can run.
-      num_pages: in place of `memory`, the pages of all pools together, or a
-        tuple with the pages of each pool.
-      prefill_chunk: the maximum number of prompt tokens in a step.
-      decode_tokens: the maximum number of tokens that a sequence decodes in a
-        step.
-      **options: other fields of `jaxkv.CacheConfig`.
+      **options: other arguments of `jaxkv.models.cache_config`, except `dtype`
+        and `record_experts`. `memory` needs the option `page_bytes`.
     """
     return sized_config(
-      self.kinds,
-      num_slots=num_slots,
-      max_length=max_length,
-      page_size=page_size,
-      memory=memory,
-      num_pages=num_pages,
-      prefill_chunk=prefill_chunk,
-      decode_tokens=decode_tokens,
-      options=options,
+      self.kinds, num_slots=num_slots, max_length=max_length, **options
     )
 
   def init_kv(self, config: CacheConfig, **sizes: Any) -> Any:

@@ -94,12 +94,7 @@ def scattered(array: PageArray, pages: Array, contents: Array) -> Array:
 
 
 def read_pages(kv: Pools, pages_of_pools: Sequence[Array]) -> tuple[Array, ...]:
-  """Returns the contents of pages, `gathered` from each array.
-
-  Args:
-    kv: the memory.
-    pages_of_pools: for each pool, int32[X] pages of the pool.
-  """
+  """Returns the contents of some pages of each pool, int32[X], by array."""
   return tuple(
     gathered(array, pages_of_pools[array.pool]) for array in arrays_of(kv)
   )

@@ -22,10 +22,9 @@ from jaxkv._src.kv import storage_dtypes
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_group
 from jaxkv._src.kv.kv_pages import check_layer
-from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.kv_pages import first_page_of
-from jaxkv._src.kv.kv_pages import in_memory
-from jaxkv._src.kv.kv_pages import pages_of_group
+from jaxkv._src.kv.kv_pages import num_rows
+from jaxkv._src.kv.kv_pages import page_index
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
@@ -103,7 +102,7 @@ def init_states(
   """
   check_config(config)
   group = _group_of(config, group)
-  check_sizes(config, group, num_layers=num_layers)
+  rows = num_rows(config, group, num_layers=num_layers)
   if not shapes:
     arguments.refuse(ValueError, "shapes", "one array or more", shapes)
   states = {}
@@ -114,7 +113,6 @@ def init_states(
     for axis_size in shape:
       arguments.as_count(f"shapes[{name!r}]", axis_size, 1)
     dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
-    rows = num_layers * pages_of_group(config, group)
     states[name] = jnp.zeros((rows, *shape), storage_dtypes.resolve(dtype))
     dtypes.append((name, dtype.name))
   return StatePages(
@@ -252,13 +250,7 @@ def _state_rows(
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)
-  ids = in_memory(pages, ids)
-  # Without this check an id or a layer out of range could name another layer's
-  # page.
-  has_page = (ids > 0) & (ids < pages.num_pages)
-  has_page &= (layer >= 0) & (layer < pages.num_layers)
-  out_of_range = jnp.int32(pages.num_layers * pages.num_pages)
-  return jnp.where(has_page, ids + layer * pages.num_pages, out_of_range)
+  return page_index(pages, ids, layer)
 
 
 def _group_of(config: CacheConfig, group: int | None) -> int:

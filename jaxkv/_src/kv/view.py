@@ -80,7 +80,7 @@ class PackedView:
   tokens, because `write` stores all tokens before `attend` reads.
 
   Attributes:
-    decode: B rows of at most one new token each; can have `shared` and `plan`.
+    decode: B rows of at most one new token each; can have `shared`.
     prefill: rows with at most C tokens in total; None if C is 0.
   """
 
@@ -102,7 +102,8 @@ class Batch:
     positions: the position of each token in its sequence.  # int32[B, T]
     views: one view for each layer group of the cache; a `PackedView` in a
       rollout.
-    columns: the X packed columns that need logits; None for all.  # int32[X]
+    columns: the X packed columns that need logits; None for all. For rows that
+      are not packed, `jaxkv.models.forward` takes int32[B, X].  # int32[X]
     rows: a `jaxkv.rollout.Rows` that gives the sequence of each packed column;
       None outside of a rollout.
   """

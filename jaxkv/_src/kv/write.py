@@ -11,8 +11,7 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.kv_pages import check_layer
-from jaxkv._src.kv.kv_pages import in_layer
-from jaxkv._src.kv.kv_pages import in_memory
+from jaxkv._src.kv.kv_pages import page_index
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
@@ -47,7 +46,7 @@ def write(
   Returns:
     The pages.
   """
-  new_tokens = {"k": k} if kv.v is None else {"k": k, "v": v}
+  new_tokens = {"k": k} if v is None else {"k": k, "v": v}
   if (v is None) != (kv.v is None):
     expected = "an array, unless the pages hold latents"
     if kv.v is None:
@@ -67,92 +66,59 @@ def write(
       arguments.refuse(TypeError, name, expected, array.dtype, hint)
   check_rows(view, "k", k)
   check_layer(kv, layer)
-  return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
+  return _write(kv, view, jnp.asarray(layer, jnp.int32), new_tokens)
 
 
 # Inlined into a caller's `jit`, which decides whether to donate the pools.
 # Without donation each call copies them.
 @functools.partial(jax.jit, inline=True)
 def _write(
-  kv: KVPages,
-  view: AnyView,
-  layer: jax.Array,
-  k: jax.Array,
-  v: jax.Array | None,
+  kv: KVPages, view: AnyView, layer: jax.Array, new_tokens: dict[str, jax.Array]
 ) -> KVPages:
-  targets = token_places(kv, view, k.shape[1])
-  if kv.v is None or v is None:
-    return _write_latents(kv, layer, k, targets)
-  new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
-  # The offset selects the layer, because a slice of one layer would be a copy.
-  offset = layer * kv.num_pages
-  if kv.k_scale is None or kv.v_scale is None:
-    k_pages, v_pages = kernels.append_kv(
-      kv.k, kv.v, *new, *targets, page_offset=offset
-    )
-    return dataclasses.replace(kv, k=k_pages, v=v_pages)
-  k_pages, v_pages, k_scale, v_scale = kernels.append_quantized(
-    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *targets, page_offset=offset
-  )
-  return dataclasses.replace(
-    kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
-  )
-
-
-def _write_latents(
-  kv: KVPages,
-  layer: jax.Array,
-  k: jax.Array,
-  targets: tuple[jax.Array, jax.Array],
-) -> KVPages:
-  """Writes latents [B, T, 1, D] at `targets`, from `token_places`."""
-  new = k.reshape(-1, *k.shape[2:])
-  offset = layer * kv.num_pages
-  if kv.k_scale is None:
-    pages = kernels.append_pages(kv.k, new, *targets, page_offset=offset)
-    return dataclasses.replace(kv, k=pages)
-  elements, scale = kernels.quantize(new, kv.k.dtype)
-  pages = kernels.append_pages(kv.k, elements, *targets, page_offset=offset)
-  # `append_pages` writes vectors, so a scale becomes a vector of one element.
-  scales = kernels.append_pages(
-    kv.k_scale[..., None], scale[..., None], *targets, page_offset=offset
-  )
-  return dataclasses.replace(kv, k=pages, k_scale=scales[..., 0])
+  # The index of a page includes the layer, because a slice of one layer would
+  # be a copy.
+  places = token_places(kv, view, layer, new_tokens["k"].shape[1])
+  arrays = {}
+  for name, array in new_tokens.items():
+    pages = getattr(kv, name)
+    new = array.reshape(-1, *array.shape[2:])
+    if kv.k_scale is not None:
+      new, factors = kernels.quantize(new, pages.dtype)
+      scales = getattr(kv, f"{name}_scale")
+      arrays[f"{name}_scale"] = kernels.append_pages(scales, factors, *places)
+    arrays[name] = kernels.append_pages(pages, new, *places)
+  return dataclasses.replace(kv, **arrays)
 
 
 def token_places(
-  kv: Any, view: AnyView, columns: int
+  kv: Any, view: AnyView, layer: jax.Array, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns each column's row and offset in its page: int32[B * T] each."""
+  """Returns each column's `page_index`, and offset in the page: int32[B * T].
+
+  The index is out of range for padding and for tokens without a page.
+  """
   if isinstance(view, PackedView):
     # `PackedView` puts the columns of `decode` before those of `prefill`.
-    parts = [token_places(kv, view.decode, 1)]
+    parts = [token_places(kv, view.decode, layer, 1)]
     if view.prefill is not None:
       row, position = packed_positions(
         view.prefill, columns - parts[0][0].shape[0]
       )
-      parts.append(_locate(kv, view.prefill, row, position))
-    ids, offsets = zip(*parts, strict=True)
-    return jnp.concatenate(ids), jnp.concatenate(offsets)
+      parts.append(_locate(kv, view.prefill, layer, row, position))
+    indices, offsets = zip(*parts, strict=True)
+    return jnp.concatenate(indices), jnp.concatenate(offsets)
   rows = rows_of(view)
   row = jnp.arange(rows.starts.shape[0], dtype=jnp.int32)[:, None]
-  ids, offsets = _locate(kv, rows, row, positions(rows, columns))
-  return ids.reshape(-1), offsets.reshape(-1)
+  indices, offsets = _locate(kv, rows, layer, row, positions(rows, columns))
+  return indices.reshape(-1), offsets.reshape(-1)
 
 
 def _locate(
-  kv: Any, view: View, row: jax.Array, position: jax.Array
+  kv: Any, view: View, layer: jax.Array, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the row of the page of each position, and the offset in the page.
-
-  A row is out of range for position -1 and for positions without a page.
-  """
   # Index -1 would read the last column, so padding reads past the table.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
   ids = view.page_table.at[row, column].get(mode="fill", fill_value=0)
-  rows = in_memory(kv, ids)
-  # The null page becomes a row out of range, which a scatter drops.
-  rows = jnp.where(rows == 0, kv.num_pages, rows)
-  return in_layer(kv, rows), position % kv.page_size
+  return page_index(kv, ids, layer), position % kv.page_size

@@ -34,12 +34,8 @@ def refuse(
 ) -> NoReturn:
   """Raises `error` with the message "`name` must be X, got Y; do Z.".
 
-  Args:
-    error: `TypeError` or `ValueError`.
-    name: the argument's name.
-    expected: X, a description of the values that are allowed.
-    value: the argument or its dtype, which `describe` formats as Y.
-    hint: Z; empty if the remedy is obvious.
+  X is what is `expected`, and `describe` formats the `value` as Y. "do Z" is
+  the `hint`, which is empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {expected}, got {describe(value)}{tail}")
@@ -73,7 +69,7 @@ def queries(name: str, q: jax.Array, letters: str) -> None:
     refuse(TypeError, name, _one_of(_QUERY_DTYPES), q.dtype)
 
 
-def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
+def pools(q: jax.Array, k_pages: jax.Array, v_pages: Any) -> None:
   """Accepts K and V pools that match each other and the queries."""
   pool_pair(k_pages, v_pages)
   same_devices("q", q, k_pages=k_pages, v_pages=v_pages)
@@ -89,6 +85,22 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
     )
 
 
+def latents(q: jax.Array, k_pages: jax.Array, v_pages: Any, size: int) -> None:
+  """Accepts a pool of latents that matches q, whose values have `size`."""
+  pool("k_pages", k_pages)
+  dim = q.shape[-1]
+  if k_pages.shape[1] != 1 or k_pages.shape[3] != dim:
+    expected = f"[N, 1, S, {dim}], one head with the head size of q"
+    refuse(ValueError, "k_pages", expected, k_pages)
+  count("value_dim", size)
+  if size > dim:
+    expected = f"at most {dim}, the size of a latent vector"
+    refuse(ValueError, "value_dim", expected, size)
+  if v_pages is not None:
+    refuse(ValueError, "v_pages", "None with `value_dim`", v_pages)
+  same_devices("q", q, k_pages=k_pages)
+
+
 def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:
   """Accepts K and V pools of one dtype, equal in all axes but the last."""
   pool("k_pages", k_pages)
@@ -101,10 +113,13 @@ def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:
     refuse(ValueError, "v_pages", f"[{axes}, Dv], like k_pages", v_pages)
 
 
-def pool(name: str, pages: jax.Array) -> None:
-  """Accepts [N, K, S, D] without empty axes, in one of the pool dtypes."""
+def pool(name: str, pages: jax.Array, num_axes: tuple[int, ...] = (4,)) -> None:
+  """Accepts [N, K, S, D] without empty axes, in one of the pool dtypes.
+
+  Also accepts [N, K, S], a pool of scales, if `num_axes` contains 3.
+  """
   is_array(name, pages)
-  if pages.ndim != 4 or 0 in pages.shape:
+  if pages.ndim not in num_axes or 0 in pages.shape:
     refuse(ValueError, name, "[N, K, S, D] with no axis of size 0", pages)
   pool_dtype(name, pages.dtype)
 

@@ -1,7 +1,7 @@
-"""Copies whole pages within a pool, and gathers pages out of it.
+"""Copies whole pages within a pool.
 
 Letters: a pool has L layers of N pages of S tokens, with K heads of D elements.
-A table has B rows of M pages. A copy has R pairs of pages.
+A copy has R pairs of pages.
 """
 
 import jax
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.quantization import load
 
 
 def copy_pages(
@@ -64,35 +63,3 @@ def copy_pages(
   # A loop of zero steps skips the copies. A `cond` would copy the pool.
   steps = jnp.where(jnp.any(fits), num_layers, 0).astype(jnp.int32)
   return lax.fori_loop(0, steps, copy_layer, jnp.asarray(pages))
-
-
-def gather_pages(
-  pages: jax.Array, page_table: jax.Array, *, page_offset: jax.Array | int = 0
-) -> jax.Array:
-  """Gathers the pages of each sequence into one dense array.
-
-  Args:
-    pages: [L * N, K, S, D].
-    page_table: int32[B, M]; an id outside 0..L * N - 1 reads as zeros.
-    page_offset: int32[], added to every page id; sums have the same range.
-
-  Returns:
-    [B, M * S, K, D] in the pool's `logical_dtype`. Elements past the end of a
-    sequence are arbitrary.
-  """
-  check.pool("pages", pages)
-  check.table(page_table, None)
-  check.scalar("page_offset", page_offset, jnp.integer)
-  check.same_devices(
-    "pages", pages, page_table=page_table, page_offset=page_offset
-  )
-  pages = jnp.asarray(pages)
-  num_pages, kv_heads, _, dim = pages.shape
-  ids = page_table + jnp.asarray(page_offset, jnp.int32)
-  # Ids are checked before the offset is added, because the offset would turn -1
-  # into a page of the previous layer. An index of `num_pages` reads as zeros.
-  fits = (page_table >= 0) & (page_table < num_pages) & (ids >= 0)
-  tiles = load(
-    pages.at[jnp.where(fits, ids, num_pages)].get(mode="fill", fill_value=0)
-  )
-  return tiles.swapaxes(2, 3).reshape(page_table.shape[0], -1, kv_heads, dim)

@@ -59,15 +59,6 @@ def logical_dtype(pool_dtype) -> np.dtype:
   return _LOGICAL_DTYPE[check.pool_dtype("pool_dtype", pool_dtype)]
 
 
-def scaled_dtype(name: str, pool_dtype) -> np.dtype:
-  """Returns `logical_dtype` of an 8-bit pool; raises for other dtypes."""
-  dtype = _LOGICAL_DTYPE[check.pool_dtype(name, pool_dtype)]
-  if dtype not in _LARGEST:
-    expected = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
-    check.refuse(TypeError, name, expected, np.dtype(pool_dtype))
-  return dtype
-
-
 def load(stored: jax.Array) -> jax.Array:
   """Converts elements of a pool to numbers, without applying scales.
 
@@ -130,7 +121,10 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   check.real("values", values)
   if values.shape[-1:] in ((), (0,)):
     check.refuse(ValueError, "values", "[..., D] with D >= 1", values)
-  dtype = scaled_dtype("pool_dtype", pool_dtype)
+  dtype = logical_dtype(pool_dtype)
+  if dtype not in _LARGEST:
+    expected = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
+    check.refuse(TypeError, "pool_dtype", expected, np.dtype(pool_dtype))
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
   # A subnormal scale would be flushed to 0, and vectors would be divided by 0.

@@ -240,12 +240,7 @@ def push(
 def rank_by_pool(
   numbers: PageNumbers, pages: Array, valid: Array
 ) -> tuple[Array, Array]:
-  """Counts the valid pages of each pool.
-
-  Args:
-    numbers: the page numbers of the pools.
-    pages: int32[W].
-    valid: bool[W].
+  """Counts the valid pages, among int32[W], of each pool.
 
   Returns:
     int32[W], for each page, the number of valid pages of its pool up to and
@@ -309,10 +304,7 @@ def mark_last(
 ) -> tuple[Array, Array]:
   """Finds the last valid item of each page; item i is the page `pages[i]`.
 
-  Args:
-    position: int32[N], `FreeQueue.position`; at most NOWHERE for valid pages.
-    pages: int32[W].
-    valid: bool[W].
+  `FreeQueue.position`, int32[N], must be at most NOWHERE for valid pages.
 
   Returns:
     `position`, in which each valid page has a temporary mark that the caller

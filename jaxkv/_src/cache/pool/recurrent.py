@@ -28,15 +28,10 @@ def first_fresh(
 ) -> Array:
   """Finds the first column that gets a fresh page, for each row and group.
 
-  Args:
-    config: the cache's groups.
-    held: int32[R, G], the number of columns in use.
-    stop: int32[R, G], the number after the call, at least `held`.
-    length: int32[R], tokens of the sequences.
-
-  Returns:
-    int32[R, G]; `held` for groups that are not recurrent, and `stop` for rows
-    that need no fresh page.
+  Takes the number of columns in use before and after the call, `held` and
+  `stop`, int32[R, G], and the tokens of the sequences, int32[R]. Returns
+  int32[R, G]: `held` for groups that are not recurrent, and `stop` for rows
+  that need no fresh page.
   """
   if not has_states(config):
     return held
@@ -68,14 +63,8 @@ def last_end(
 ) -> Array:
   """Finds the column of the last state at a page end, for each row and group.
 
-  Args:
-    config: the cache's groups.
-    table: int32[B, G, M].
-    slots: int32[R].
-    lengths: int32[R], at least 0; later states are ignored.
-
-  Returns:
-    int32[R, G]; -1 for no such state, and for groups that are not recurrent.
+  Ignores states after `lengths`, int32[R], tokens, at least 0. Returns int32[R,
+  G]; -1 for no such state, and for groups that are not recurrent.
   """
   columns = jnp.arange(table.shape[-1], dtype=jnp.int32)
   last_columns = []
@@ -109,17 +98,9 @@ def num_pages(
 def can_continue(
   config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
 ) -> Array:
-  """Finds the rows whose recurrent groups hold the state after `tokens` tokens.
+  """Returns bool[R]: rows that hold the recurrent states after some tokens.
 
-  Args:
-    config: the cache's groups.
-    table: int32[B, G, M].
-    slots: int32[R].
-    length: int32[R], tokens of the sequences.
-    tokens: int32[R], 0 .. length.
-
-  Returns:
-    bool[R].
+  These are `tokens`, int32[R], from 0 to `length`, the tokens of the sequences.
   """
   if not has_states(config):
     return tokens >= 0

@@ -102,13 +102,8 @@ def secret_purposes(num_groups: int) -> np.ndarray:
 def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   """Computes the root, the chained hash before the first page of a sequence.
 
-  Args:
-    secret: see `make_secret`.
-    epoch: uint32[], see `CacheState.epoch`.
-    salts: uint32[R, 4], or None for sequences without a salt.
-
-  Returns:
-    uint32[R, 4], or uint32[4] without salts.
+  Takes `CacheState.epoch` and salts, uint32[R, 4]. Returns uint32[R, 4], or
+  uint32[4] without salts.
   """
   zero = sharding.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)

@@ -55,15 +55,9 @@ def published(
 ) -> Array:
   """Selects the full pages to publish; the classic rules publish all of them.
 
-  Args:
-    config: the cache's groups and rules.
-    pages: int32[X], the columns of the pages in the page table.
-    group: int32[X], their groups.
-    prompt_length: int32[X], `SlotHashes.prompt_length` of their sequences.
-    boundary: int32[X], `SlotHashes.shared_prefix_boundary` of their sequences.
-
-  Returns:
-    bool[X].
+  Takes the columns `pages` in the page table, their groups, and `prompt_length`
+  and `shared_prefix_boundary` of their sequences in `SlotHashes`, int32[X]
+  each. Returns bool[X].
   """
   if config.prefix_rules == "classic":
     return pages >= 0
@@ -124,15 +118,10 @@ PASSED, RESENT, SHARED = range(3)
 def reason_to_keep(
   config: CacheConfig, end: Array, hashes: SlotHashes
 ) -> Array:
-  """Returns the reason to keep a state: PASSED, RESENT or SHARED.
+  """Returns int32[X]: the reason to keep a state, PASSED, RESENT or SHARED.
 
-  Args:
-    config: the cache's config, with a `StateRetention`.
-    end: int32[X], the number of tokens of each state.
-    hashes: the hashes of X slots.
-
-  Returns:
-    int32[X].
+  Takes a config with a `StateRetention`, the number of tokens of each state,
+  int32[X], and the hashes of X slots.
   """
   resent, shared = kept_ends(config, hashes)
   retention = config.state_retention

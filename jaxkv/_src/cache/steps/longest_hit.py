@@ -158,18 +158,10 @@ def look_up(
   tokens: Array,
   accepts: Callable[[Array], Array] | None = None,
 ) -> Array:
-  """Looks up the pages of all groups.
+  """Looks up the pages of all groups, as `prefix_index.lookup` does.
 
-  Args:
-    config: the cache's groups.
-    secret: see `hashing.make_secret`.
-    index: the prefix index.
-    keys: uint32[R, P, 4], the chained hash after every S tokens.
-    tokens: int32[R, P, S].
-    accepts: see `prefix_index.lookup`.
-
-  Returns:
-    int32[R, G, P], 0 where no page is cached.
+  Takes the chained hash after every S tokens, uint32[R, P, 4], and the tokens,
+  int32[R, P, S]. Returns int32[R, G, P], 0 where no page is cached.
   """
   # One lookup serves all groups, because each lookup needs a loop.
   width = max(config.page_sizes)
@@ -206,11 +198,7 @@ def look_up(
 def worth_restoring(config: CacheConfig, pages: Array) -> Array:
   """Replaces hits in offload memory by 0 if they are not worth restoring.
 
-  Uses no device for a NumPy array, which `jaxkv.host` passes.
-
-  Args:
-    config: the cache's groups and `offload_policy`.
-    pages: int32[R, G, P].
+  Uses no device for a NumPy array int32[R, G, P], which `jaxkv.host` passes.
   """
   is_offloaded = pages > config.total_pages
   count = is_offloaded.astype(np.int32)

@@ -57,10 +57,6 @@ class Reservation(NamedTuple):
     """int32[R, G]: the number of pages to pop."""
     return self.stop - self.fresh
 
-  def needed(self, config: CacheConfig) -> Array:
-    """Returns int32[R, P]: the number of pages to pop from each pool."""
-    return sum_by_pool(config, self.num_fresh)
-
   def of(self, valid: Array) -> "Reservation":
     """Keeps the columns of valid rows; other rows get empty ranges."""
     first, hit, fresh, stop = (
@@ -247,7 +243,7 @@ def grant(
   """
   chex.assert_equal_shape([code, plan.begins])
   asked = code == Status.OK
-  need = plan.needed(state.config)
+  need = sum_by_pool(state.config, plan.num_fresh)
   keep_free = sharding.zeros_like(need) if keep_free is None else keep_free
   if hits is None or hits.shape[-1] == 0:
     granted = in_order(need, asked, state.pool.queue.num_free, keep_free)
@@ -259,18 +255,10 @@ def grant(
 def in_order(
   need: Array, asked: Array, available: Array, keep_free: Array
 ) -> Array:
-  """Serves rows in order and skips rows that do not fit.
+  """Returns bool[R]: the served rows of `asked`, without those that do not fit.
 
-  Args:
-    need: int32[R, P], the number of pages that a row needs from each pool, not
-      negative.
-    asked: bool[R], the rows to serve.
-    available: int32[P], the number of free pages of each pool.
-    keep_free: int32[R, P], pages that must stay free after a row is served, not
-      negative.
-
-  Returns:
-    bool[R], the rows served.
+  Row r fits if `need[r]`, int32[P], pages are `available`, int32[P], and leave
+  `keep_free[r]`, int32[P], pages. No number is negative.
   """
   # Rows that do not fit even alone are refused before the loop. If all other
   # rows fit, the loop does not run. Each iteration finds the first row that
@@ -329,11 +317,8 @@ def hold_hits(
 ) -> tuple[CacheState, Array]:
   """Adds a reference for each hit in `mask`; restores those in offload memory.
 
-  Args:
-    state: a cache with offload pages, and with a free page for each hit in
-      `mask` that is in offload memory.
-    hits: int32[R, G, P].
-    mask: bool[R, G, P], the hits to hold.
+  Requires a free page for each hit in offload memory. `hits` and `mask` are
+  [R, G, P].
 
   Returns:
     The cache, and `hits` with a device page in place of each restored page.
@@ -373,18 +358,6 @@ def hold_hits(
   return state, pages.reshape(hits.shape)
 
 
-def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: True for the hits that cost a free page.
-
-  These are the attached hits that are in the free queue or in offload memory.
-  """
-  attached = _attached(plan, hits)
-  costs = page_pool.is_free(state.pool, hits)
-  if state.pool.offload is not None:
-    costs |= hits > state.config.total_pages
-  return attached & costs
-
-
 def _attached(plan: Reservation, hits: Array) -> Array:
   """Returns bool[R, G, P]: True for the hits that new sequences attach."""
   inside = indexing.between(plan.first, plan.hit, hits.shape[2])
@@ -402,7 +375,11 @@ def _grant_with_hits(
   """Serves rows like `in_order`, but counts a hit of several rows once."""
   config = state.config
   available = state.pool.queue.num_free
-  free = free_hits(state, plan, hits) & asked[:, None, None]
+  # Attached hits in the free queue or in offload memory cost a free page.
+  free = page_pool.is_free(state.pool, hits)
+  if state.pool.offload is not None:
+    free |= hits > config.total_pages
+  free &= _attached(plan, hits) & asked[:, None, None]
 
   def cost_of(free: Array) -> Array:
     """Returns int32[R, P]: the free hits of each pool."""

@@ -17,13 +17,9 @@ def unpublish_unheld(
   """Removes cached pages of a sequence that no slot holds from the index.
 
   A call finds one page for each column and group. Pages on the device and in
-  offload memory can have the same key, so call again until none is found.
-
-  Args:
-    state: the cache.
-    keys: uint32[P, 4], the chained hash after every S tokens.
-    tokens: int32[P, S].
-    num_tokens: int32[], the length of the sequence.
+  offload memory can have the same key, so call again until none is found. Takes
+  the chained hash after every S tokens, uint32[P, 4], the tokens, int32[P, S],
+  and their number, int32[].
 
   Returns:
     The cache, and bool[], True if a page was removed.

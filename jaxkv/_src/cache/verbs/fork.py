@@ -91,13 +91,8 @@ def share_prefix(
 
   If the last page of `src` is partly full, `dst` lacks a page for its last
   tokens. Then the caller must call `allocate.make_room` for one more token,
-  which pops the page, and make the copies that `owed_copies` returns.
-
-  Args:
-    state: the cache.
-    src: int32[R], slots with at least one token.
-    dst: int32[R], empty slots, all distinct.
-    is_served: bool[R], the rows to process.
+  which pops the page, and make the copies that `owed_copies` returns. Slots in
+  `src` have at least one token, and those in `dst` are empty and distinct.
   """
   full = state.config.sizes.full_pages(indexing.take(state.length, src))
   plan = reserve.reservation(

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.config import StateRetention
+from jaxkv._src.cache.config import by_pool
 from jaxkv._src.cache.pool_sizes import sized_config
 from jaxkv._src.kv.pools import page_bytes
 from jaxkv._src.models.decoder.description import Decoder
@@ -96,12 +96,8 @@ def cache_config(
     (85, 854)
   """
   groups = cache_groups(decoder)
-  smallest = CacheConfig(
-    num_pages=(2,) * (1 + max(kind.pool for kind in groups)),
-    page_size=as_count("page_size", page_size, 1),
-    num_slots=1,
-    pages_per_slot=1,
-    groups=groups,
+  smallest = sized_config(
+    groups, num_slots=1, max_length=1, page_size=page_size
   )
   make_kv = functools.partial(
     init_kv, decoder, smallest, dtype=dtype, record_experts=record_experts
@@ -109,6 +105,7 @@ def cache_config(
   bytes_by_pool = page_bytes(jax.eval_shape(make_kv))
   config = sized_config(
     groups,
+    bytes_by_pool,
     num_slots=num_slots,
     max_length=max_length,
     page_size=page_size,
@@ -116,8 +113,7 @@ def cache_config(
     decode_tokens=decode_tokens,
     num_pages=num_pages,
     memory=memory,
-    page_bytes=bytes_by_pool,
-    options=options,
+    **options,
   )
   has_states = any(group_kind.holds_states for group_kind in groups)
   is_set = "prefix_retention_interval" in options
@@ -130,15 +126,14 @@ def cache_config(
 
 def _interval(config: CacheConfig, bytes_by_pool: int | tuple[int, ...]) -> int:
   """Returns the tokens whose K/V take four times the bytes of a state."""
-  if isinstance(bytes_by_pool, int):
-    bytes_by_pool = (bytes_by_pool,)
+  costs = by_pool(bytes_by_pool)
   state_bytes = 0
   kv_bytes = 0
   for group_kind in config.groups:
     if group_kind.holds_states:
-      state_bytes += bytes_by_pool[group_kind.pool]
+      state_bytes += costs[group_kind.pool]
     else:
-      kv_bytes += bytes_by_pool[group_kind.pool]
+      kv_bytes += costs[group_kind.pool]
   # Without K/V, no number of states is small beside them.
   num_pages = -(-4 * state_bytes // kv_bytes) if kv_bytes else 0
   return num_pages * config.page_size

@@ -95,13 +95,8 @@ def l2_normalized(x: Array) -> Array:
 def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
   """Returns logarithms of decay factors: -exp(a_log) softplus(a + dt_bias).
 
-  Args:
-    a: float[B, T, H], projections of the tokens.
-    a_log: float[H], the layer's parameter `decay_log`.
-    dt_bias: float[H], the layer's parameter `decay_bias`.
-
-  Returns:
-    float32[B, T, H], at most 0.
+  Takes projections of the tokens, float[B, T, H], and the layer's parameters
+  `decay_log` and `decay_bias`, float[H]. Returns float32[B, T, H], at most 0.
   """
   a, a_log, dt_bias = (
     x.astype(jnp.float32) for x in (a, a_log[None, None], dt_bias[None, None])
@@ -306,12 +301,9 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
 
 
 def to_columns(rows: Array, num_tokens: Array, columns: int) -> Array:
-  """Packs rows into [N, ...] with zeros at the end. Inverts `to_rows`.
+  """Packs rows [P, T, ...] into [N, ...] with zeros at the end.
 
-  Args:
-    rows: [P, T, ...], tokens of P rows.
-    num_tokens: int32[P], number of tokens of each row, at most T.
-    columns: static; N, the length of the result.
+  Inverts `to_rows`. N is `columns`, and `num_tokens`, int32[P], is at most T.
   """
   row_starts = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]

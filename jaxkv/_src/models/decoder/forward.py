@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxkv._src.arrays.arguments import check_type
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.share import refresh_shared
 from jaxkv._src.kv.view import Batch
@@ -32,7 +33,6 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import check_decoder
 from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.init_kv import check_pools
-from jaxkv._src.models.decoder.logits import LogitSelection
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
@@ -56,14 +56,13 @@ def _jitted(*static_argnames: str) -> Callable[..., Any]:
   return decorate
 
 
-@_jitted("logits", "backend", "head_sharding", "expert_axis")
+@_jitted("backend", "head_sharding", "expert_axis")
 def forward(
   params: Params,
   batch: Batch,
   kv: Any,
   *,
   config: Decoder,
-  logits: LogitSelection = "all",
   backend: str = "auto",
   head_sharding: jax.sharding.NamedSharding | None = None,
   experts: jax.Array | None = None,
@@ -77,7 +76,7 @@ def forward(
   it, or to those within the layer's window. Prefill, chunked prefill and decode
   are the same call with different T and `num_tokens`. With a `PackedView`, B is
   1 and T is the number of columns. Other rows change a row's logits only by
-  rounding, for example if the view has `shared` pages or a `plan`.
+  rounding, for example if the view has `shared` pages.
 
   `forward` does not donate `kv`, so a call outside your own `jit` copies it.
 
@@ -90,10 +89,6 @@ def forward(
       its sequence.
     kv: the memory from `init_kv`.
     config: static; the decoder.
-    logits: static; the tokens that get logits if `batch.columns` is None:
-      "all", "last" or "none". "last" selects the token at `num_tokens[b] - 1`.
-      It gives meaningless logits for a row without tokens, and a `PackedView`
-      does not support it. "none" suits all but the last chunk of a prompt.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
     experts: see `forward_uncached`. If `kv` is from
@@ -106,15 +101,14 @@ def forward(
       shapes.
 
   Returns:
-    The logits and the new `kv`. The logits are float32[B, P, V], where P is T
-    for "all", 1 for "last" and 0 for "none", or float32[X, V] for X columns in
-    `batch.columns` if B is 1. Logits past a row's `num_tokens` are meaningless.
+    The logits and the new `kv`. The logits are float32[B, T, V], or those of
+    `batch.columns`: float32[B, X, V] for int32[B, X], float32[X, V] for
+    int32[X]. Logits past a row's `num_tokens` are meaningless.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument does not fit the decoder, the view does not support
-      `logits`, `batch.columns` is given with several rows, or `expert_axis` is
-      given with exact numerics.
+    ValueError: an argument does not fit the decoder, `batch.columns` does not
+      fit the rows, or `expert_axis` is given with exact numerics.
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -140,14 +134,10 @@ def forward(
   views = batch.views
   columns = batch.columns
   all_logits.check_tokens(tokens, positions)
-  if columns is not None and tokens.shape[0] != 1:
-    raise ValueError(
-      f"`batch.columns` must be None with {tokens.shape[0]} rows of tokens; "
-      "pack the tokens into one row, or use `logits`."
-    )
+  if columns is not None:
+    _check_columns(columns, tokens.shape[0])
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
-  num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens
   expert_records.check_experts(experts, tokens, config)
   if expert_axis is not None and is_exact(config):
     raise ValueError(
@@ -163,12 +153,11 @@ def forward(
   access = kv_access.PagedKV(
     views, backend, head_sharding, experts, config, expert_axis
   )
-  selection = logits if columns is None else columns
   out, pools = all_logits.run(
-    params, tokens, positions, pools, access, num_tokens, selection, config
+    params, tokens, positions, pools, access, columns, config
   )
   kv = pools if type(kv) is tuple else pools[0]
-  return out if columns is None else out[0], kv
+  return out[0] if columns is not None and columns.ndim == 1 else out, kv
 
 
 def _check_batch(batch: Any) -> None:
@@ -176,6 +165,13 @@ def _check_batch(batch: Any) -> None:
   check_type("batch", batch, Batch, "a Batch", hint)
   expected = "a tuple with a view for each layer group"
   check_type("batch.views", batch.views, tuple, expected)
+
+
+def _check_columns(columns: jax.Array, num_rows: int) -> None:
+  is_packed = columns.ndim == 1 and num_rows == 1
+  if not is_packed and (columns.ndim != 2 or len(columns) != num_rows):
+    expected = f"int32[{num_rows}, X], with the rows of `batch.tokens`"
+    refuse(ValueError, "batch.columns", expected, columns)
 
 
 def _with_shared_pages(
@@ -250,6 +246,4 @@ def forward_uncached(
   expert_records.check_experts(experts, tokens, config)
   tree = prompt_tree.of_sequences(*tokens.shape)
   access = uncached_access(config, tree, experts, kv_dtype)
-  return all_logits.run(
-    params, tokens, positions, (), access, None, "all", config
-  )[0]
+  return all_logits.run(params, tokens, positions, (), access, None, config)[0]

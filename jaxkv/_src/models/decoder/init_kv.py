@@ -107,8 +107,8 @@ def _init_pool(
   """Creates the memory of a group's pool."""
   layer_groups = groups.groups_of(decoder)
   num_layers = layer_groups.num_layers[group]
-  groups_of_layers = [location.group for location in layer_groups.locations]
-  name, layout = groups.shape_of(decoder.layers[groups_of_layers.index(group)])
+  first_layer = layer_groups.locations.index((group, 0))
+  name, layout = groups.shape_of(decoder.layers[first_layer])
   if name == "states":
     return init_states(
       config,

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Mapping
 from typing import Any
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,6 @@ from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
-LogitSelection = Literal["all", "last", "none"]
-
 
 def run(
   params: Params,
@@ -25,22 +22,20 @@ def run(
   positions: jax.Array,
   pools: Pools,
   access: Any,
-  num_tokens: jax.Array | None,
-  selection: LogitSelection | jax.Array,
+  columns: jax.Array | None,
   config: Decoder,
 ) -> tuple[jax.Array, Pools]:
-  """Returns logits float32[B, P, V] of P tokens per sequence, and the pools.
+  """Returns logits float32[B, X, V] of X tokens per sequence, and the pools.
 
   `tokens` and `positions` are int32[B, T], `access` is a `PagedKV` or
-  `UncachedKV`, and `selection` has the P tokens by name or as columns int32[P].
-  Only "last" needs `num_tokens`, int32[B].
+  `UncachedKV`, and `columns` has the X tokens, int32[X] or int32[B, X]; None
+  for all T.
   """
-  _check_selection(tokens, num_tokens, selection)
   check_params(params, config)
   x, pools = stack.run(params, tokens, positions, pools, access, config)
   # Tokens are selected before the head, because the head computes V logits for
   # each token.
-  return head(params, _select(x, num_tokens, selection), config), pools
+  return head(params, _select(x, columns), config), pools
 
 
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
@@ -68,26 +63,13 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   return logits
 
 
-def _select(
-  x: jax.Array,
-  num_tokens: jax.Array | None,
-  selection: LogitSelection | jax.Array,
-) -> jax.Array:
-  """Selects the tokens that get logits: [B, T, E] to [B, P, E]."""
-  if not isinstance(selection, str):
-    return x.at[:, selection].get(mode="clip")
-  if selection == "all":
+def _select(x: jax.Array, columns: jax.Array | None) -> jax.Array:
+  """Selects the tokens that get logits: [B, T, E] to [B, X, E]."""
+  if columns is None:
     return x
-  if selection == "none":
-    return x[:, :0]
-  if num_tokens is None:
-    raise ValueError(
-      '`logits` must be "all" or "none" with a PackedView, got "last"; set '
-      "`batch.columns`."
-    )
-  # A row without tokens reads column 0, because -1 would be the last column.
-  last_column = jnp.maximum(num_tokens - 1, 0)[:, None, None]
-  return jnp.take_along_axis(x, last_column, axis=1, mode="fill")
+  if columns.ndim == 1:
+    return x.at[:, columns].get(mode="clip")
+  return jnp.take_along_axis(x, columns[..., None], axis=1, mode="clip")
 
 
 def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
@@ -100,22 +82,6 @@ def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
     raise ValueError(
       f"`positions` must have the shape of tokens, {tokens.shape}, got "
       f"{positions.shape}."
-    )
-
-
-def _check_selection(
-  tokens: jax.Array,
-  num_tokens: jax.Array | None,
-  selection: LogitSelection | jax.Array,
-) -> None:
-  if num_tokens is not None and num_tokens.shape != tokens.shape[:1]:
-    raise ValueError(
-      f"`num_tokens` must have the shape {list(tokens.shape[:1])}, got "
-      f"{list(num_tokens.shape)}."
-    )
-  if isinstance(selection, str) and selection not in ("all", "last", "none"):
-    raise ValueError(
-      f'`logits` must be "all", "last" or "none", got {selection!r}.'
     )
 
 

@@ -131,8 +131,8 @@ def _location(
   group, memory_layer = layer_groups.locations[index]
   end_layer = segment.first + len(segment.pattern)
   num_in_group = sum(
-    location.group == group
-    for location in layer_groups.locations[segment.first : end_layer]
+    layer_group == group
+    for layer_group, _ in layer_groups.locations[segment.first : end_layer]
   )
   num_experts = sum(isinstance(x.mlp, Experts) for x in segment.pattern)
   first_experts = sum(

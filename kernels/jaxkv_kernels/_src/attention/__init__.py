@@ -7,9 +7,8 @@
 | `api` | `paged_decode`, `paged_attention_padded`, `paged_attention` |
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
-| `mla` | multi-head latent attention |
 | `options` | the options of a call, and its checked arguments |
-| `calls` | the steps that all functions share |
+| `calls` | steps that decoding and rectangles share |
 | `choose` | choosing the backend of a call |
 | `merge` | merging attention over disjoint parts of the keys |
 | `query_packing` | cutting packed queries into tiles |

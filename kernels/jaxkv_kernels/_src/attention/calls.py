@@ -1,16 +1,6 @@
-"""Steps that the public attention functions share.
+"""Steps that decoding and rectangles share, given a backend.
 
-| argument | meaning |
-|---|---|
-| `operation` | the name of the public function, for the log and for errors |
-| `backend` | one of `BACKENDS` |
-| `q` | queries, already checked |
-| `pools` | pools of keys and of values, already checked |
-| `options` | the result of `check_options` |
-
-`decode`, `attend_padded` and `attend_packed` check all other arguments and
-choose the backend. They return outputs in the dtype of q, and float32
-log-sum-exps. The docstring of the package `attention` defines the letters.
+The docstring of the package `attention` defines the letters.
 """
 
 import dataclasses
@@ -20,32 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import query_packing
 from jaxkv_kernels._src.attention.choose import Backend
-from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
 Pools = tuple[jax.Array, jax.Array]
-
-
-def decode(
-  operation: str,
-  backend: str,
-  q: jax.Array,
-  pools: Pools,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
-  """Checks and computes a decode step: one query [B, H, D] per sequence."""
-  check.table(page_table, q.shape[0])
-  check.vector("lengths", lengths, q.shape[0])
-  check.same_devices("q", q, page_table=page_table, lengths=lengths)
-  call = decode_call(q, pools, page_table, lengths, options)
-  out, lse = decode_with(choose_backend(operation, backend, call), call)
-  return out.astype(q.dtype), lse
 
 
 def decode_call(
@@ -77,91 +46,7 @@ def decode_with(
   return out[:, 0], lse[:, 0]
 
 
-def attend_padded(
-  operation: str,
-  backend: str,
-  q: jax.Array,
-  pools: Pools,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  query_tile: int | None,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
-  """Checks arguments, and computes attention of a rectangle [B, T, H, D]."""
-  check.table(page_table, q.shape[0])
-  check.vector("starts", starts, q.shape[0])
-  check.vector("counts", counts, q.shape[0])
-  check.same_devices(
-    "q", q, page_table=page_table, starts=starts, counts=counts
-  )
-  mask = options.tree_mask
-  check.tree_mask(mask, q.shape[:2], "options.tree_mask")
-  if query_tile is not None:
-    check.count("query_tile", query_tile)
-    if mask is not None:
-      hint = "with a tree, all columns are computed at once; omit query_tile"
-      check.refuse(ValueError, "options.tree_mask", "None", mask, hint)
-  if mask is not None:
-    options = dataclasses.replace(options, tree_starts=starts)
-  call = AttentionCall(
-    q=q,
-    k_pages=pools[0],
-    v_pages=pools[1],
-    page_table=page_table,
-    starts=starts,
-    counts=counts,
-    options=options,
-    query_tile=query_tile,
-  )
-  module = choose_backend(operation, backend, call)
-  out, lse = _attend_rectangle(module, call)
-  return out.astype(q.dtype), lse
-
-
-def attend_packed(
-  operation: str,
-  backend: str,
-  q: jax.Array,
-  pools: Pools,
-  page_table: jax.Array,
-  kv_lens: jax.Array,
-  cu_q_lens: jax.Array,
-  max_query_len: int | None,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
-  """Checks arguments, and computes attention of packed queries [T, H, D]."""
-  check.table(page_table, None)
-  check.vector("kv_lens", kv_lens, page_table.shape[0])
-  check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
-  check.same_devices(
-    "q", q, page_table=page_table, kv_lens=kv_lens, cu_q_lens=cu_q_lens
-  )
-  mask = options.tree_mask
-  check.tree_mask(mask, q.shape[:1], "options.tree_mask")
-  longest = check.max_query_len(max_query_len, q.shape[0])
-  kv_lens = jnp.asarray(kv_lens)
-  cu_q_lens = jnp.asarray(cu_q_lens)
-  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
-  if mask is not None:
-    options = dataclasses.replace(
-      options, tree_mask=tiles.pack(mask), tree_starts=tiles.run_starts
-    )
-  call = AttentionCall(
-    q=tiles.pack(q),
-    k_pages=pools[0],
-    v_pages=pools[1],
-    page_table=jnp.take(page_table, tiles.sequences, axis=0, mode="clip"),
-    starts=tiles.starts,
-    counts=tiles.counts,
-    options=options,
-  )
-  out, lse = choose_backend(operation, backend, call).attend(call)
-  out, lse = tiles.unpack(out, lse)
-  return out.astype(q.dtype), lse
-
-
-def _attend_rectangle(
+def attend_rectangle(
   module: Backend, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:
   """Computes all columns of a rectangle at once, or `query_tile` at a time."""

@@ -87,7 +87,7 @@ class CallOptions(AttentionOptions):
     page_offset: added to every page id, to select a layer of the pool.
     scale: factor of the logits.
     tree_starts: the position of each row's first key to which `tree_mask`
-      applies; None without a mask, or until `calls` sets it.
+      applies; None without a mask, or until `api` sets it.
     value_dim: Dv of latent attention, in which a value is the first Dv elements
       of its key, and `v_pages` is `k_pages`. None for other attention.
     interpret: for `pallas_call(interpret=...)`.
@@ -155,7 +155,7 @@ def check_options(
 ) -> CallOptions:
   """Checks the options of a call and fills in defaults.
 
-  Of `tree_mask`, only the device is checked; `calls` checks its dtype and
+  Of `tree_mask`, only the device is checked; `api` checks its dtype and
   shape. `q`, the pools, `value_dim` and `interpret` are already checked.
 
   Raises:
