@@ -77,20 +77,15 @@ def ints(*values) -> jax.Array:
   return jnp.asarray(values, jnp.int32)
 
 
-def text(start: int = 0) -> jax.Array:
-  """Returns int32[1, 16]: always the same tokens, from `start` on."""
-  return jnp.arange(100 + start, 116 + start, dtype=jnp.int32)[None]
-
-
-def empty_cache(*groups, **options) -> jaxkv.CacheState:
-  """Returns a cache with one slot of eight pages of two tokens."""
-  fields = {"num_pages": PAGES, "num_slots": 1, "pages_per_slot": 8}
-  return _init(groups, fields | options)
+def text() -> jax.Array:
+  """Returns int32[1, 16]: always the same tokens."""
+  return jnp.arange(100, 116, dtype=jnp.int32)[None]
 
 
 def with_text(length: int, *groups, **options) -> jaxkv.CacheState:
-  """A cache that holds a text."""
-  state = empty_cache(*groups, **options)
+  """A cache that holds a text in its slot of eight pages of two tokens."""
+  fields = {"num_pages": PAGES, "num_slots": 1, "pages_per_slot": 8}
+  state = _init(groups, fields | options)
   slot = ints(0)
   state, room = jaxkv.allocate(state, ints(length), slots=slot)
   state, done = jaxkv.commit(state, text(), ints(length), slots=slot)

@@ -11,20 +11,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jaxkv import Status
-from tests.cache.mutation import CHUNKED
-from tests.cache.mutation import DRAFTED
-from tests.cache.mutation import DUPLICATES
-from tests.cache.mutation import HYBRID
-from tests.cache.mutation import KEPT
-from tests.cache.mutation import NARROW
-from tests.cache.mutation import ONE_WINDOW
-from tests.cache.mutation import POOLS
-from tests.cache.mutation import PUBLISHED
-from tests.cache.mutation import SCARCE
-from tests.cache.mutation import SLIDING
-from tests.cache.mutation import STATES
-from tests.cache.mutation import WINDOWS
-from tests.cache.mutation import Mutant
+from tests.cache import mutation
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
 
@@ -131,17 +118,17 @@ def _all_at_once(g):
 
 MUTANTS = {
   # --- the free queue --------------------------------------------------------
-  "pop does not count": Mutant(
+  "pop does not count": mutation.Mutant(
     "cache.pool.page_pool:pop",
     returned(_with_popped_pages),
     ("allocate",),
   ),
-  "a page touched twice leaves twice": Mutant(
+  "a page touched twice leaves twice": mutation.Mutant(
     "cache.pool.free_queue:remove",
     returned(_every_item_leaves),
     ("touch", "admit"),
   ),
-  "pushed to the back in the wrong order": Mutant(
+  "pushed to the back in the wrong order": mutation.Mutant(
     "cache.pool.free_queue:push_back",
     given(
       pages=lambda g: g.pages[::-1],
@@ -150,140 +137,140 @@ MUTANTS = {
       marked=lambda g: g.marked[::-1],
     ),
     FREE,
-    DUPLICATES,
+    mutation.DUPLICATES,
   ),
-  "the sweep turns the order around": Mutant(
+  "the sweep turns the order around": mutation.Mutant(
     "cache.pool.free_queue:in_order",
     returned(lambda out, g: jnp.roll(out[::-1], g.queue.num_free[0])),
     SWEEPS,
-    ONE_WINDOW,
+    mutation.ONE_WINDOW,
   ),
-  "the ring is never swept": Mutant(
+  "the ring is never swept": mutation.Mutant(
     "cache.pool.free_queue:reserve",
     returned(lambda out, g: g.queue),
     SWEEPS,
-    ONE_WINDOW,
+    mutation.ONE_WINDOW,
   ),
   # --- the pool --------------------------------------------------------------
-  "an evicted page keeps its key": Mutant(
+  "an evicted page keeps its key": mutation.Mutant(
     "cache.pool.page_pool:unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "admit"),
   ),
-  "a hold counts twice": Mutant(
+  "a hold counts twice": mutation.Mutant(
     "cache.pool.page_pool:hold",
     returned(lambda out, g: _counted_twice(out, g)),
     ("fork",),
   ),
-  "a touched page stays in the queue": Mutant(
+  "a touched page stays in the queue": mutation.Mutant(
     "cache.pool.page_pool:hold",
     returned(lambda out, g: replace(out, queue=g.pool.queue)),
     ("touch", "admit"),
   ),
-  "hashed pages go to the front": Mutant(
+  "hashed pages go to the front": mutation.Mutant(
     "cache.pool.page_pool:is_cached", returned(lambda out, g: out & False), FREE
   ),
   # --- page tables -----------------------------------------------------------
-  "the head of a sequence is released first": Mutant(
+  "the head of a sequence is released first": mutation.Mutant(
     "cache.pool.page_table:place_of",
     given(descending=lambda g: False),
     FREE,
-    DUPLICATES,
+    mutation.DUPLICATES,
   ),
-  "the groups share one table": Mutant(
+  "the groups share one table": mutation.Mutant(
     "cache.pool.page_table:ranges",
     returned(lambda out, g: out._replace(group=out.group * 0)),
     ("allocate",),
   ),
   # --- the prefix index ------------------------------------------------------
-  "tokens are not stored": Mutant(
+  "tokens are not stored": mutation.Mutant(
     "cache.prefix.prefix_index:insert",
     given(tokens=lambda g: g.tokens * 0),
     ("commit",),
   ),
-  "a lookup ends at the first bucket": Mutant(
+  "a lookup ends at the first bucket": mutation.Mutant(
     "cache.prefix.prefix_index:lookup",
     given(index=lambda g: replace(g.index, overflow=g.index.overflow * 0)),
     LOOK,
-    DUPLICATES,
+    mutation.DUPLICATES,
   ),
-  "overflow is not counted down": Mutant(
+  "overflow is not counted down": mutation.Mutant(
     "cache.prefix.prefix_index:remove",
     returned(
       lambda out, g: (replace(out[0], overflow=g.index.overflow), out[1])
     ),
     ("evict", "allocate", "admit"),
-    DUPLICATES,
+    mutation.DUPLICATES,
   ),
-  "a removed page stays in its bucket": Mutant(
+  "a removed page stays in its bucket": mutation.Mutant(
     "cache.prefix.prefix_index:remove",
     returned(lambda out, g: (replace(out[0], buckets=g.index.buckets), out[1])),
     ("evict",),
   ),
   # --- keys ------------------------------------------------------------------
-  "the salt is ignored": Mutant(
+  "the salt is ignored": mutation.Mutant(
     "cache.prefix.hashing:root_key",
     given(salts=lambda g: None if g.salts is None else g.salts * 0),
     ("match", "admit"),
   ),
-  "the epoch is ignored": Mutant(
+  "the epoch is ignored": mutation.Mutant(
     "cache.prefix.hashing:root_key",
     given(epoch=lambda g: g.epoch * 0),
     ("match", "admit", "allocate"),
   ),
-  "the group is ignored": Mutant(
+  "the group is ignored": mutation.Mutant(
     "cache.prefix.hashing:group_key",
     returned(lambda out, g: g.chain),
     ("commit",),
   ),
-  "the prefix is ignored": Mutant(
+  "the prefix is ignored": mutation.Mutant(
     "cache.prefix.hashing:chain_keys", each_page_alone, ("commit",)
   ),
   # --- match -----------------------------------------------------------------
-  "one group is enough for a hit": Mutant(
+  "one group is enough for a hit": mutation.Mutant(
     "cache.steps.longest_hit:agree", given(cached=_by_any_group), LOOK
   ),
-  "hits go on after a miss": Mutant(
+  "hits go on after a miss": mutation.Mutant(
     "cache.group_kinds:GroupKind.longest_hit",
     given(hits=lambda g: _up_to_the_last(g.hits)),
     ("match", "admit"),
-    DUPLICATES,
+    mutation.DUPLICATES,
   ),
   # --- allocate and admit ----------------------------------------------------
-  "a new sequence goes on from the old keys": Mutant(
+  "a new sequence goes on from the old keys": mutation.Mutant(
     "cache.prefix.hashing:start_slots",
     given(starts=lambda g: g.starts & False),
     ("allocate",),
   ),
-  "later rows are not served": Mutant(
+  "later rows are not served": mutation.Mutant(
     "cache.steps.reserve:in_order",
     returned(_served_up_to_the_first_refusal),
     ("allocate",),
   ),
-  "a slot is given twice": Mutant(
+  "a slot is given twice": mutation.Mutant(
     "arrays.indexing:any_earlier",
     returned(lambda out, g: out & False),
     ("admit",),
   ),
-  "hits may use what others were promised": Mutant(
+  "hits may use what others were promised": mutation.Mutant(
     "cache.steps.reserve:_grant_with_hits",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
-    SCARCE,
+    mutation.SCARCE,
     SHARING,
   ),
-  "a failed row moves the length": Mutant(
+  "a failed row moves the length": mutation.Mutant(
     "arrays.indexing:SlotRows.write",
     given(valid=lambda g: g.valid | _is_length(g.array)),
     ("admit",),
   ),
   # --- commit ----------------------------------------------------------------
-  "room is not checked": Mutant(
+  "room is not checked": mutation.Mutant(
     "cache.group_kinds:GroupSizes.tokens_with_room",
     returned(_a_page_more_than_held),
     ("commit",),
   ),
-  "a merged page stays in the table": Mutant(
+  "a merged page stays in the table": mutation.Mutant(
     "cache.steps.publish:_merge",
     returned(
       lambda out, g: (out[0]._replace(page_table=g.done.page_table), out[1])
@@ -291,197 +278,197 @@ MUTANTS = {
     ("commit",),
   ),
   # --- fork ------------------------------------------------------------------
-  "a fork shares the partial page": Mutant(
+  "a fork shares the partial page": mutation.Mutant(
     "cache.steps.reserve:reservation", given(hit=lambda g: g.stop), ("fork",)
   ),
-  "a fork forgets its keys": Mutant(
+  "a fork forgets its keys": mutation.Mutant(
     "cache.prefix.hashing:copy_slots",
     returned(lambda out, g: g.hashes),
     ("fork",),
   ),
-  "a copy goes the wrong way": Mutant(
+  "a copy goes the wrong way": mutation.Mutant(
     "cache.state:Copies",
     given(src=lambda g: g.dst, dst=lambda g: g.src),
     ("fork",),
   ),
   # --- truncate and free -----------------------------------------------------
-  "truncate keeps a page": Mutant(
+  "truncate keeps a page": mutation.Mutant(
     "cache.pool.page_table:ranges",
     given(start=lambda g: jnp.minimum(g.start + 1, g.stop)),
     ("truncate",),
   ),
-  "a page that is written again keeps its key": Mutant(
+  "a page that is written again keeps its key": mutation.Mutant(
     "cache.steps.publish:roll_back",
     given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
-  "the tail of an earlier page is forgotten": Mutant(
+  "the tail of an earlier page is forgotten": mutation.Mutant(
     "cache.steps.publish:roll_back", returned(_without_the_tail), ("truncate",)
   ),
-  "a slot is freed twice": Mutant(
+  "a slot is freed twice": mutation.Mutant(
     "arrays.indexing:num_earlier",
     returned(lambda out, g: jnp.maximum(out - 1, 0)),
     ("free_slots",),
   ),
-  "a freed slot keeps its length": Mutant(
+  "a freed slot keeps its length": mutation.Mutant(
     "arrays.indexing:SlotRows.write",
     returned(lambda out, g: g.array if _is_length(g.array) else out),
     FREE,
   ),
   # --- failures --------------------------------------------------------------
-  "pressure hides a mistake": Mutant(
+  "pressure hides a mistake": mutation.Mutant(
     "cache.state:sticky", _pressure_stays, ("allocate", "commit")
   ),
   # --- pins, evict, reset ----------------------------------------------------
-  "a pin is not counted": Mutant(
+  "a pin is not counted": mutation.Mutant(
     "cache.verbs.pin:_hold",
     returned(lambda out, g: replace(out, pin_count=g.pool.pin_count)),
     ("touch", "pin"),
   ),
   # --- what is left behind ---------------------------------------------------
-  "a chunk is over one token early": Mutant(
+  "a chunk is over one token early": mutation.Mutant(
     "cache.group_kinds:ChunkedLocal.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
-    CHUNKED,
+    mutation.CHUNKED,
   ),
-  "a fork has no null pages": Mutant(
+  "a fork has no null pages": mutation.Mutant(
     "cache.pool.page_table:fill_before",
     returned(lambda out, g: g.table),
     ("fork",),
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "a fork takes null pages for pages": Mutant(
+  "a fork takes null pages for pages": mutation.Mutant(
     "cache.steps.reserve:reservation",
     given(first=lambda g: g.first * 0),
     ("fork",),
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "truncate needs no page that is gone": Mutant(
+  "truncate needs no page that is gone": mutation.Mutant(
     "cache.group_kinds:GroupSizes.skipped_pages",
     returned(lambda out, g: out + 99),
     ("truncate",),
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "truncate reads keys that are gone": Mutant(
+  "truncate reads keys that are gone": mutation.Mutant(
     "cache.verbs.truncate:_needs_recycled",
     given(state=lambda g: replace(g.state, hashes=None)),
     ("truncate",),
-    NARROW,
+    mutation.NARROW,
     (("recycle", 12),),
   ),
-  "a rolled back slot left as much behind": Mutant(
+  "a rolled back slot left as much behind": mutation.Mutant(
     "cache.verbs.truncate:truncate",
     returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
     ("truncate",),
-    SLIDING,
+    mutation.SLIDING,
   ),
   # --- what is found ---------------------------------------------------------
-  "a window is found without its first page": Mutant(
+  "a window is found without its first page": mutation.Mutant(
     "cache.group_kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     LOOK,
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "the last token may be cached as well": Mutant(
+  "the last token may be cached as well": mutation.Mutant(
     "cache.group_kinds:GroupKind.longest_hit",
     given(limit=lambda g: g.limit + g.page_size),
     LOOK,
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "a hit ends anywhere": Mutant(
+  "a hit ends anywhere": mutation.Mutant(
     "cache.group_kinds:GroupKind.longest_hit",
     given(align=lambda g: 1),
     LOOK,
-    PUBLISHED,
+    mutation.PUBLISHED,
   ),
-  "a hit needs the whole prefix": Mutant(
+  "a hit needs the whole prefix": mutation.Mutant(
     "cache.group_kinds:GroupSizes.skipped_pages",
     given(tokens=lambda g: g.tokens * 0),
     ("admit",),
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "a draft model gets no page to compute": Mutant(
+  "a draft model gets no page to compute": mutation.Mutant(
     "cache.group_kinds:GroupKind.longest_hit",
     given(drop=lambda g: g.drop & False),
     LOOK,
-    DRAFTED,
+    mutation.DRAFTED,
   ),
-  "a draft model proves nothing behind a hit": Mutant(
+  "a draft model proves nothing behind a hit": mutation.Mutant(
     "cache.prefix.prefix_rules:lookup_bound",
     returned(lambda out, g: (g.length, out[1])),
     LOOK,
-    DRAFTED,
+    mutation.DRAFTED,
   ),
-  "a page is left out in every round": Mutant(
+  "a page is left out in every round": mutation.Mutant(
     "cache.prefix.prefix_rules:lookup_bound",
     given(dropped=lambda g: g.dropped & False),
     LOOK,
-    WINDOWS,
+    mutation.WINDOWS,
     HOLES,
   ),
   # --- what is published -----------------------------------------------------
-  "pages that no hit can use are published": Mutant(
+  "pages that no hit can use are published": mutation.Mutant(
     "cache.prefix.prefix_rules:published",
     returned(lambda out, g: g.pages >= 0),
     COMMIT,
-    HYBRID,
+    mutation.HYBRID,
   ),
-  "nobody keeps where sequences diverged": Mutant(
+  "nobody keeps where sequences diverged": mutation.Mutant(
     "cache.prefix.prefix_rules:_retained_prefixes",
     given(boundary=lambda g: g.boundary * 0),
     COMMIT,
-    KEPT,
+    mutation.KEPT,
   ),
-  "pages are published before all groups end one": Mutant(
+  "pages are published before all groups end one": mutation.Mutant(
     "cache.prefix.prefix_rules:final_pages",
     returned(lambda out, g: g.config.sizes.full_pages(g.tokens)),
     COMMIT,
-    HYBRID,
+    mutation.HYBRID,
   ),
-  "the page behind an aligned prefix is not published": Mutant(
+  "the page behind an aligned prefix is not published": mutation.Mutant(
     "cache.prefix.prefix_rules:final_pages",
     given(config=lambda g: replace(g.config, use_eagle=False)),
     COMMIT,
-    DRAFTED,
+    mutation.DRAFTED,
   ),
-  "two forks publish one page at once": Mutant(
+  "two forks publish one page at once": mutation.Mutant(
     "arrays.indexing:any_earlier",
     returned(lambda out, g: out & False),
     COMMIT,
-    HYBRID,
+    mutation.HYBRID,
     FORKS,
   ),
   # --- sizes -----------------------------------------------------------------
-  "a small page holds the tokens behind it too": Mutant(
+  "a small page holds the tokens behind it too": mutation.Mutant(
     "cache.steps.publish:_page_tokens",
     given(step=lambda g: g.step * 0 + 99),
     COMMIT,
-    HYBRID,
+    mutation.HYBRID,
   ),
-  "a prompt gets all its pages at once": Mutant(
+  "a prompt gets all its pages at once": mutation.Mutant(
     "cache.verbs.admit:admit",
     given(num_tokens=_all_at_once),
     ("admit",),
-    SLIDING,
+    mutation.SLIDING,
   ),
-  "pages of two pools are counted in each other's place": Mutant(
+  "pages of two pools are counted in each other's place": mutation.Mutant(
     "cache.steps.reserve:sum_by_pool",
     returned(lambda out, g: out[..., ::-1]),
     ("allocate", "admit"),
-    POOLS,
+    mutation.POOLS,
   ),
   # --- recurrent states -------------------------------------------------------
-  "a fork copies no state": Mutant(
+  "a fork copies no state": mutation.Mutant(
     "cache.group_kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
-    STATES,
+    mutation.STATES,
   ),
-  "a state is rolled back to inside a page": Mutant(
+  "a state is rolled back to inside a page": mutation.Mutant(
     "cache.pool.recurrent:can_continue",
     given(length=lambda g: g.tokens),
     ("truncate",),
-    STATES,
+    mutation.STATES,
   ),
 }

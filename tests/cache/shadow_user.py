@@ -18,13 +18,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv import Status
+from tests.cache import pair
 from tests.cache.moves import ARGUMENTS
 from tests.cache.moves import WEIGHTS
 from tests.cache.moves import Moves
-from tests.cache.pair import QUERIES
-from tests.cache.pair import VERBS
-from tests.cache.pair import arrays
-from tests.cache.pair import invariants
 from tests.cache.setups import Setup
 from tests.cache.shadow_memory import FalseContent
 from tests.cache.shadow_memory import Names
@@ -101,7 +98,7 @@ class User:
     counts: the number of events of each kind.
   """
 
-  def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
+  def __init__(self, setup: Setup, verbs: dict[str, Callable] = pair.VERBS):
     self.setup = setup
     self.config = setup.config
     self.verbs = verbs
@@ -137,7 +134,7 @@ class User:
     mask = [True] * len(tokens) if mask is None else mask
     named = {"tokens": tokens, "lengths": lengths, "salts": salts, "mask": mask}
     hit = self.verbs["match"](
-      self.state, **arrays("match", tuple(named.values()))
+      self.state, **pair.arrays("match", tuple(named.values()))
     )
     hit = jax.device_get(hit)
     self._check_found(hit, **named)
@@ -166,8 +163,8 @@ class User:
     named = dict(zip(ARGUMENTS[verb], arguments, strict=True))
     if verb in ("commit", "commit_slots"):
       self._compute(**named)
-    got = self.verbs[verb](self.state, **arrays(verb, arguments))
-    if verb in QUERIES:
+    got = self.verbs[verb](self.state, **pair.arrays(verb, arguments))
+    if verb in pair.QUERIES:
       return
     self.state, out = got
     out = jax.device_get(out)
@@ -365,7 +362,7 @@ class User:
 
   def _check_laws(self):
     self.counts["check_invariants"] += 1
-    laws = jax.device_get(invariants(self.state))
+    laws = jax.device_get(pair.invariants(self.state))
     broken = [name for name, holds in laws.items() if not holds]
     _need(not broken, f"broken: {broken}")
 

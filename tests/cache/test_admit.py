@@ -1,25 +1,13 @@
 """match, admit: sequences enter with whatever of them is cached."""
 
-import pytest
-
 import jaxkv
-from jaxkv import ChunkedLocal
-from jaxkv import FullAttention
-from jaxkv import SlidingWindow
 from jaxkv import Status
-from tests.cache.by_hand import NONE
-from tests.cache.by_hand import PAGES
-from tests.cache.by_hand import after_text
 from tests.cache.by_hand import ints
-from tests.cache.by_hand import match
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import prompt
 from tests.cache.by_hand import references
 from tests.cache.by_hand import rows
-from tests.cache.by_hand import table
-from tests.cache.by_hand import text
 from tests.cache.by_hand import tiny
-from tests.cache.by_hand import without
 from tests.cache.by_hand import write
 
 
@@ -63,38 +51,3 @@ def test_a_prompt_that_does_not_fit_changes_nothing():
   assert pages(state, 1) == []
   # The third is shorter: rows behind a refused one are served.
   assert pages(state, 2) == [5, 6, 7]
-
-
-class TestWindows:
-  @pytest.mark.slow
-  def test_a_hit_has_null_pages(self):
-    state = after_text(10, SlidingWindow(4))
-    state, out = jaxkv.admit(state, ints(0), text(), ints(11))
-    assert out.num_cached_tokens.tolist() == [10]
-    # Pages 1 to 3 stay in the queue; the first one in it is taken.
-    assert table(state) == [[0, 0, 0, 4, 5, 6]]
-    assert jaxkv.free_pages(state) == [*range(7, PAGES), 3, 2, 1]
-
-  @pytest.mark.slow
-  def test_an_evicted_part_is_filled_again(self):
-    """Two tokens of the text are computed twice; the middle comes back."""
-    state = without(after_text(10, SlidingWindow(4)), 2)
-    state, out = jaxkv.admit(state, ints(0), text(), ints(7))
-    assert out.num_cached_tokens.tolist() == [2]
-    assert table(state) == [[1, 6, 7, 8]]
-    state, done = jaxkv.commit(state, text(2), ints(5))
-    assert done.num_published_pages.tolist() == [2]
-    # The older of two equal pages is the hit.
-    assert match(state, 7) == (6, [[NONE, 6, 3]])
-    assert match(state, 11) == (10, [[NONE, NONE, NONE, 4, 5]])
-
-
-class TestChunks:
-  @pytest.mark.slow
-  def test_a_hit_without_pages_of_one_group(self):
-    state = without(after_text(10, FullAttention(), ChunkedLocal(4)), 10)
-    state, out = jaxkv.admit(state, ints(0), text(), ints(11))
-    assert out.num_cached_tokens.tolist() == [8]
-    # Page 10 has no key any more, but stays where it is in the queue.
-    assert table(state) == [[1, 2, 3, 4, 11, 12], [0, 0, 0, 0, 13, 14]]
-    jaxkv.check(state)

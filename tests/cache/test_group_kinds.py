@@ -83,20 +83,13 @@ class TestKinds:
     jaxkv.check(jaxkv.clear_error(state)[0])
 
   @pytest.mark.slow
-  def test_a_window_larger_than_the_slot(self):
-    state, tokens = _filled(SlidingWindow(2**31 - 1))
+  @pytest.mark.parametrize("kind", [SlidingWindow, ChunkedLocal])
+  def test_a_kind_larger_than_the_slot(self, kind):
+    state, tokens = _filled(kind(2**31 - 1))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
     hit = jaxkv.match(state, tokens, ints(14))
     assert hit.pages.tolist() == [[[1, 2, 3, 16]]]
-
-  @pytest.mark.slow
-  def test_a_chunk_larger_than_the_slot(self):
-    state, tokens = _filled(ChunkedLocal(2**31 - 1))
-    state, out = jaxkv.recycle(state)
-    assert out.num_recycled_pages.tolist() == [0, 0]
-    hit = jaxkv.match(state, tokens, ints(14))
-    assert hit.num_cached_tokens.tolist() == [12]
 
   @pytest.mark.slow
   def test_subclasses_are_group_kinds(self):

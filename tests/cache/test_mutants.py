@@ -2,12 +2,9 @@
 
 import pytest
 
+from tests.cache import pair
 from tests.cache.moves import WEIGHTS
 from tests.cache.mutants import MUTANTS
-from tests.cache.pair import VERBS
-from tests.cache.pair import Mismatch
-from tests.cache.pair import Pair
-from tests.cache.pair import wander
 
 WALKS = 30
 STEPS = 60
@@ -19,21 +16,21 @@ def walk(setup, verbs, favoured=(), other_weights=()):
   weights = WEIGHTS | {verb: 4 * WEIGHTS[verb] for verb in favoured}
   weights |= dict(other_weights)
   for seed in range(WALKS):
-    wander(Pair(setup, verbs), seed, STEPS, weights)
+    pair.wander(pair.Pair(setup, verbs), seed, STEPS, weights)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("setup", REAL)
 def test_right_caches_equal_the_oracle(setup):
   with setup.patched():
-    walk(setup, VERBS)
+    walk(setup, pair.VERBS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_noticed(name):
   mutant = MUTANTS[name]
-  with mutant.setup.patched(), pytest.raises(Mismatch):
+  with mutant.setup.patched(), pytest.raises(pair.Mismatch):
     verbs = mutant.verbs_with_it()
     walk(mutant.setup, verbs, mutant.verbs, mutant.others)
 

@@ -122,26 +122,6 @@ def test_stale_entries_longer_than_a_window():
   jaxkv.check(state)
 
 
-@pytest.mark.slow
-def test_pin_needs_free_pages_for_hits_on_the_host():
-  config = jaxkv.CacheConfig(
-    num_pages=4, page_size=2, num_slots=2, pages_per_slot=4, offload_pages=4
-  )
-  state = jaxkv.init(config)
-  state, _ = jaxkv.allocate(state, [3, 0])
-  state, _ = jaxkv.commit(state, [[1, 2, 3], [0, 0, 0]], [3, 0])
-  state, _ = jaxkv.free(state, slots=[0])
-  state, _ = jaxkv.allocate(state, [0, 6])  # Takes all pages of the device.
-  state, out = jaxkv.pin(state, [[1, 2, 3]], [3])
-  assert jaxkv.Status(int(out.code[0])) == jaxkv.Status.OUT_OF_PAGES
-  state, _ = jaxkv.free(state, slots=[1])
-  state, out = jaxkv.pin(state, [[1, 2, 3]], [3])
-  assert out.ok.all()
-  assert out.num_cached_tokens.tolist() == [2]
-  assert 0 < int(out.pages[0, 0, 0]) < config.total_pages
-  assert int(out.moves.count) == 1
-
-
 def _left_out(moves):
   return dataclasses.replace(moves, count=np.maximum(moves.count - 1, 0))
 

@@ -3,15 +3,11 @@
 K/V pages have the numbers 1 to 16, states the numbers 18 to 23.
 """
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Status
 
 _CONFIG = jaxkv.CacheConfig(
   num_pages=(17, 7),
@@ -160,42 +156,3 @@ class TestRestore:
     assert _moves(out) == []
     assert int(jaxkv.stats(state).restored_pages) == 0
     jaxkv.check(state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_pages", [(7, 40), (40, 5)])
-def test_admissions_without_pages_in_one_pool_change_nothing(num_pages):
-  config = dataclasses.replace(_CONFIG, num_pages=num_pages, offload_pages=0)
-  state = jaxkv.init(config, jaxkv.salt("refused"))
-  check = jax.jit(jaxkv.check_invariants)
-  rng = np.random.default_rng(0)
-  num_refused = 0
-  for _ in range(40):
-    rows = _TEXT + rng.integers(0, 3, (3, 1)).astype(np.int32)
-    slots = rng.permutation(6)[:3].astype(np.int32)
-    lengths = rng.integers(1, 12, 3).astype(np.int32)
-    new_state, out = jaxkv.admit(state, slots, rows, lengths)
-    is_refused = np.asarray(out.code) == Status.OUT_OF_PAGES
-    num_refused += is_refused.sum()
-    for name in ("page_table", "num_pages", "length"):
-      before, after = (
-        np.asarray(getattr(x, name))[slots[is_refused]]
-        for x in (state, new_state)
-      )
-      np.testing.assert_array_equal(before, after)
-    if np.all(~out.ok):
-      np.testing.assert_array_equal(
-        new_state.pool.queue.num_free, state.pool.queue.num_free
-      )
-    missing = np.zeros(6, np.int32)
-    missing[slots] = np.where(out.ok, lengths - out.num_cached_tokens, 0)
-    tokens = np.zeros((6, 16), np.int32)
-    tokens[slots] = rows
-    tokens = np.stack(
-      [np.roll(*row) for row in zip(tokens, -new_state.length, strict=True)]
-    )
-    state, _ = jaxkv.commit(new_state, tokens, missing)
-    leaving = rng.random(6) < 0.4
-    state, _ = jaxkv.free(state, mask=leaving & np.asarray(state.length > 0))
-    assert all(jax.tree.leaves(check(state)))
-  assert num_refused > 10

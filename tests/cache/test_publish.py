@@ -1,4 +1,4 @@
-"""Publication of full pages: of hits, by commits, of forks and drafts."""
+"""Publication of full pages: of drafts, and where several slots merge."""
 
 import pytest
 
@@ -10,52 +10,9 @@ from tests.cache.by_hand import pages
 from tests.cache.by_hand import references
 from tests.cache.by_hand import rows
 from tests.cache.by_hand import table
-from tests.cache.by_hand import text
 from tests.cache.by_hand import tiny
 from tests.cache.by_hand import with_text
 from tests.cache.by_hand import write
-
-
-@pytest.mark.slow
-def test_pages_without_a_possible_hit_are_not_published():
-  """A window of 2 beside full attention with pages of 4, seven tokens.
-
-  Full attention has 0 1 2 3 | 4 5 6 in pages 1 and 2; the window has 0 1 | 2 3
-  | 4 5 | 6 in pages 3 to 6. A hit ends at four tokens, where the window looks
-  at token 3 alone: of its pages only page 4 is published.
-  """
-  groups = (FullAttention(page_size=4), SlidingWindow(2))
-  state = write(tiny(*groups), 0, *range(7))
-  assert table(state) == [[1, 2], [3, 4, 5, 6]]
-  assert jaxkv.cached_pages(state) == [1, 4]
-
-
-@pytest.mark.slow
-def test_waiting_pages_are_published_by_the_next_commit():
-  """Of six tokens the last two fill a page, but not one of each group."""
-  kinds = (FullAttention(page_size=4), FullAttention())
-  state = with_text(6, *kinds)
-  assert table(state) == [[1, 2], [3, 4, 5]]
-  assert jaxkv.cached_pages(state) == [1, 3, 4]
-  state, _ = jaxkv.allocate(state, ints(2))
-  state, done = jaxkv.commit(state, text(6), ints(2))
-  assert table(state) == [[1, 2], [3, 4, 5, 6]]
-  assert done.num_published_pages.tolist() == [3]
-
-
-@pytest.mark.slow
-def test_forks_that_share_a_page_without_a_key():
-  kinds = (FullAttention(), FullAttention(page_size=4))
-  state = with_text(3, *kinds, num_slots=2)
-  assert jaxkv.cached_pages(state) == []
-  state, _ = jaxkv.fork(state, ints(0), ints(1))
-  assert table(state, 1) == [[1, 4], [5]]
-  state, _ = jaxkv.allocate(state, ints(1, 1))
-  state, done = jaxkv.commit(state, ints([7], [8]), ints(1, 1))
-  # Page 1 is published once, by the first.
-  assert done.num_published_pages.tolist() == [3, 2]
-  assert jaxkv.cached_pages(state) == [1, 2, 3, 4, 5]
-  jaxkv.check(state)
 
 
 def test_the_page_behind_is_published():

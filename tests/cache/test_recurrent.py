@@ -62,28 +62,6 @@ class TestHits:
     assert hit.num_cached_tokens.tolist() == [4]
 
 
-HYBRID = jaxkv.CacheConfig(
-  num_pages=40,
-  page_size=2,
-  num_slots=2,
-  pages_per_slot=8,
-  groups=(jaxkv.FullAttention(page_size=4), jaxkv.Recurrent()),
-)
-
-
-@pytest.mark.slow
-def test_hybrid_hits_end_where_all_groups_have_a_page():
-  state = jaxkv.init(HYBRID)
-  for first_token, count in ((0, 4), (4, 2), (6, 2), (8, 3)):
-    state = grow(state, count, first_token)
-  tokens = jnp.arange(12, dtype=jnp.int32)[None]
-  hit = jaxkv.match(state, tokens, ints(12))
-  assert hit.num_cached_tokens.tolist() == [8]
-  state, _ = jaxkv.evict(state, state.page_table[:1, 1, 3])
-  hit = jaxkv.match(state, tokens, ints(12))
-  assert hit.num_cached_tokens.tolist() == [4]
-
-
 class TestFork:
   def test_a_state_inside_a_page_is_copied(self):
     state, out = jaxkv.fork(grow(jaxkv.init(ALONE), 5), ints(0), ints(1))
@@ -148,8 +126,3 @@ class TestTruncate:
     state, _ = jaxkv.allocate(grow(jaxkv.init(ALONE), 5), ints(4, 0))
     state, code = self.cut(state, 5)
     assert (code, columns(state)) == (jaxkv.Status.OK, [0, 0, 1])
-
-  def test_truncated_to_length_zero(self):
-    state, code = self.cut(self.two_states(), 0)
-    assert (code, columns(state)) == (jaxkv.Status.OK, [])
-    assert int(state.pool.queue.num_free[0]) == ALONE.total_pages - 1

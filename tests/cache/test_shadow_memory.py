@@ -16,7 +16,6 @@ from tests.cache.setups import Full
 from tests.cache.setups import Window
 from tests.cache.setups import small
 from tests.cache.shadow_memory import FalseContent
-from tests.cache.shadow_memory import Names
 from tests.cache.shadow_setups import SHADOWED
 from tests.cache.shadow_user import User
 from tests.cache.shadow_user import stroll
@@ -119,14 +118,3 @@ def test_planted_mistakes_are_found(name):
     verbs = planted.verbs_with_it()
     for seed in range(_SEEDS):
       stroll(User(planted.setup, verbs), seed, _PLANTED_CALLS, weights)
-
-
-def test_names_depend_on_all_earlier_tokens():
-  names = Names()
-  root = names.of("salt", (0, 0, 0, 0))
-  text = names.continued(root, [7, 8, 7], 0)
-  assert len({*text, root}) == 4
-  assert names.continued(root, [7, 8, 9], 0)[:2] == text[:2]
-  assert names.continued(names.of("salt", (1, 0, 0, 0)), [7], 0)[0] != text[0]
-  assert names.continued(root, [7], 1)[0] != text[0]
-  assert names.last_tokens(text[2], 2) == (8, 7)

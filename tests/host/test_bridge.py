@@ -169,7 +169,6 @@ def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
 @slow_except("page_sizes", [(4,), (8, 4)], (8, 4))
 @pytest.mark.parametrize("page_sizes", [(4,), (8, 4)], ids=str)
 def test_pages_of_replaced_tokens_get_new_keys(page_sizes):
-  """Their pages get the keys of the new tokens, not of the old ones."""
   groups = [FullAttention(page_size=page_size) for page_size in page_sizes]
   cache = CacheManager(40, groups, 64, key=KEY)
   req = request("a", range(15))

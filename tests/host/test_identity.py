@@ -153,7 +153,6 @@ def test_hits_end_before_other_contents(
   ],
 )
 def test_requests_that_skip_the_cache_are_found_by_others(cache, fields):
-  """It finds nothing, and is found by others."""
   req = of_vllm(**fields)
   assert num_hit_tokens(cache, of_vllm(), req) == 0
   assert num_hit_tokens(cache, req, of_vllm()) == 16
@@ -206,7 +205,6 @@ def test_requests_that_take_no_attribute(cache, req):
 
 
 def test_tokens_changed_after_the_lookup_are_hashed_again(cache):
-  """Other tokens than were hashed are hashed again."""
   admit(cache, request("a", TOKENS))
   req = Request("b", list(TOKENS))
   pages, tokens = cache.get_computed_pages(req)
@@ -258,7 +256,6 @@ def test_embeddings_that_differ_in_one_row_are_told_apart(cache):
 
 
 def test_events_have_the_tokens_of_requests():
-  """Events do not have the masks of an image's tokens."""
   cache = single(CacheManager, num_events=16)
   req = request("a", TOKENS[:9], mm=[MultimodalItem("cat", 3, 2)])
   admit(cache, req)

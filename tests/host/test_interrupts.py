@@ -10,10 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.host import CacheManager
-from tests.host.scheduling import HYBRID
-from tests.host.scheduling import LONGEST
-from tests.host.scheduling import request
-from tests.host.scheduling import single
+from tests.host import scheduling
 from tests.tools.interrupts import Interrupted
 from tests.tools.interrupts import check_atomic
 from tests.tools.interrupts import interrupted
@@ -27,15 +24,15 @@ def begun(num_pages=61, offload_pages=0):
   """A manager with two requests that run and one that came back, and them."""
   manager = CacheManager(
     num_pages,
-    HYBRID,
-    LONGEST,
+    scheduling.HYBRID,
+    scheduling.LONGEST,
     key=KEY,
     num_events=64,
     track_new_pages=True,
     offload_pages=offload_pages,
   )
   requests = {
-    name: request(name, range(first_token, first_token + 13))
+    name: scheduling.request(name, range(first_token, first_token + 13))
     for name, first_token in (("a", 0), ("b", 50), ("c", 0), ("new", 100))
   }
   for name in ("a", "b", "c"):
@@ -81,9 +78,9 @@ def prepared(name):
   if "moves" in name:
     # The pages of d are on the host, and those that it takes are cached.
     manager, requests = begun(num_pages=37, offload_pages=20)
-    requests["d"] = request("d", range(300, 313))
+    requests["d"] = scheduling.request("d", range(300, 313))
     for first_token in (300, 400, 500):
-      req = request("one", range(first_token, first_token + 13))
+      req = scheduling.request("one", range(first_token, first_token + 13))
       admit(manager, {"one": req}, "one")
       manager.free(req)
   if name == "pages.release":
@@ -221,7 +218,7 @@ def test_calls_left_by_signals_are_atomic():
 
 def test_readings_wait_for_calls():
   """Another thread sees nothing of a call that is undone."""
-  manager = single(CacheManager)
+  manager = scheduling.single(CacheManager)
   readings = []
 
   def read():
@@ -243,7 +240,7 @@ def test_readings_wait_for_calls():
       raise Interrupted
 
   manager.pages.add_listener(Listener())
-  req = request("a", range(3))
+  req = scheduling.request("a", range(3))
   manager.allocate_slots(req, 3)
   req.token_ids += range(20)
   req.num_computed_tokens = 3
@@ -255,11 +252,11 @@ def test_readings_wait_for_calls():
 
 def test_threads_share_a_manager():
   """Several threads share a manager: every call is whole."""
-  manager = single(CacheManager)
+  manager = scheduling.single(CacheManager)
 
   def work(thread):
     for turn in range(12):
-      req = request(f"{thread} {turn}", range(thread, thread + 9))
+      req = scheduling.request(f"{thread} {turn}", range(thread, thread + 9))
       if manager.allocate_slots(req, 9) is not None:
         req.num_computed_tokens = 9
         req.token_ids += [1]

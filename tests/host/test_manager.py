@@ -170,7 +170,6 @@ class TestStatistics:
     assert single(CacheManager).make_prefix_cache_stats().lifetime == []
 
   def test_large_ages_are_in_the_last_bin(self):
-    """They are in the last bin."""
     cache = single(CacheManager, track_residency=True)
     req = request("a", range(4))
     admit(cache, req)

@@ -144,7 +144,6 @@ class TestFull:
     assert cache.get_page_ids("0") == ([*range(1, 10)],)
 
   def test_placeholders_of_later_chunks_are_content(self):
-    """Placeholders of a later chunk are content too."""
     tokens = [1, 2, 9, 9, 9, 9, 9, 3, 4, 5, 6, 7, 8]
     image = MultimodalItem("image", 2, 5)
     cache = single(CacheManager)

@@ -10,17 +10,13 @@ import pytest
 
 from jaxkv import workers
 from jaxkv.integrations.ray import RayWorkers
-from tests.workers.stub import CONFIG
-from tests.workers.stub import StubWorker
-from tests.workers.stub import expected_of
-from tests.workers.stub import random_prompts
-from tests.workers.stub import requests_of
-from tests.workers.stub import results_of
+from tests.rollout.by_hand import requests_of
+from tests.workers import stub
 
 _WEIGHTS = {"layer": np.arange(8, dtype=np.float32)}
 
 
-class _Worker(StubWorker):
+class _Worker(stub.StubWorker):
   def update_weights(self, params, version, max_age):
     np.testing.assert_array_equal(params["layer"], _WEIGHTS["layer"])
     return super().update_weights(f"weights {version}", version, max_age)
@@ -68,10 +64,12 @@ def _results(ray, monkeypatch, **options):
   """Runs prompts after an update of the weights."""
   monkeypatch.setitem(sys.modules, "ray", ray)
   make = RayWorkers(lambda _: _Worker())
-  with workers.Pool(make, 2, config=CONFIG, retry_pause=0, **options) as pool:
+  with workers.Pool(
+    make, 2, config=stub.CONFIG, retry_pause=0, **options
+  ) as pool:
     pool.update_weights(_WEIGHTS)
-    ids = pool.submit(requests_of(random_prompts(40)))
-    assert results_of(pool) == expected_of(ids, version=1)
+    ids = pool.submit(requests_of(stub.random_prompts(40)))
+    assert stub.results_of(pool) == stub.expected_of(ids, version=1)
 
 
 @pytest.mark.parametrize("num_damaged", [0, 1, 3])

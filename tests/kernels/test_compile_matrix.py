@@ -13,7 +13,20 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
-from tests.kernels.backends import call_of
+from tests.kernels.compiled_calls import BATCH
+from tests.kernels.compiled_calls import COLUMNS
+from tests.kernels.compiled_calls import DIM
+from tests.kernels.compiled_calls import EVERYTHING
+from tests.kernels.compiled_calls import HEADS
+from tests.kernels.compiled_calls import KV_HEADS
+from tests.kernels.compiled_calls import PAGES
+from tests.kernels.compiled_calls import PER_TOKEN
+from tests.kernels.compiled_calls import SIZE
+from tests.kernels.compiled_calls import assert_small
+from tests.kernels.compiled_calls import compile_call
+from tests.kernels.compiled_calls import query_dtype
+from tests.kernels.compiled_calls import shape
+from tests.kernels.compiled_calls import vector
 from tests.tools.ahead_of_time import OLDER_GPUS
 from tests.tools.ahead_of_time import TARGETS
 from tests.tools.ahead_of_time import compile_for
@@ -21,7 +34,6 @@ from tests.tools.ahead_of_time import for_target
 from tests.tools.ahead_of_time import needs
 from tests.tools.tiers import slow_except
 
-BATCH, HEADS, KV_HEADS, TOKENS, PAGE_TOKENS = 8, 32, 8, 4096, 2**18
 # The formats of pools that a backend must serve.
 FORMATS = {
   "triton": ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8"),
@@ -62,26 +74,9 @@ def matrix():
             )
 
 
-def pools_and_table(dtype, page_size, dim):
-  shape = jax.ShapeDtypeStruct
-  pool = shape((PAGE_TOKENS // page_size, KV_HEADS, page_size, dim), dtype)
-  return pool, pool, shape((BATCH, TOKENS // page_size), jnp.int32)
-
-
-def query_dtype(dtype):
-  return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
-
-
-def assert_small(program, *pools):
-  """Temporaries under 5 % of the pools."""
-  num_bytes = sum(pool.size * jnp.dtype(pool.dtype).itemsize for pool in pools)
-  assert program.temporary < num_bytes * 0.05
-
-
 def compile_latent(target, dtype, heads):
   """As in DeepSeek-V2 and V3: 512 + 64 elements, in 1.2 GB or more."""
-  shape = jax.ShapeDtypeStruct
-  pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
+  pages = shape((8 * PAGES, 1, SIZE, 576), dtype)
   decode = functools.partial(
     kernels.paged_decode,
     value_dim=512,
@@ -93,8 +88,8 @@ def compile_latent(target, dtype, heads):
     jax.jit(lambda q, pages, *where: decode(q, pages, None, *where)),
     shape((BATCH, heads, 576), query_dtype(dtype)),
     pages,
-    shape((BATCH, TOKENS // 16), jnp.int32),
-    shape((BATCH,), jnp.int32),
+    shape((BATCH, COLUMNS), jnp.int32),
+    vector(),
   )
   # Parts for 264 programs in float32.
   assert_small(program, pages)
@@ -110,17 +105,16 @@ class TestDecode:
     ("target", "backend", "dtype", "page_size", "dim"), list(matrix())
   )
   def test_compiles(self, target, backend, dtype, page_size, dim):
-    decode = jax.jit(functools.partial(kernels.paged_decode, backend=backend))
-    pools = pools_and_table(dtype, page_size, dim)
-    program = compile_for(
+    program = compile_call(
       target,
-      decode,
-      jax.ShapeDtypeStruct((BATCH, HEADS, dim), query_dtype(dtype)),
-      *pools,
-      jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+      backend,
+      kernels.paged_decode,
+      (BATCH,),
+      vector(),
+      dtype=dtype,
+      size=page_size,
+      dim=dim,
     )
-    assert_small(program, *pools[:2])
-    assert len(program.mosaic_kernels) == (backend == "mosaic_gpu")
     for kernel in program.mosaic_kernels:
       # All warpgroups together have 65,536 registers.
       threads = 2 * 128 * mosaic_gpu.streams(dim)
@@ -143,89 +137,37 @@ class Test64Bits:
     ],
   )
   def test_compiles(self, target, backend):
-    shape = jax.ShapeDtypeStruct
-    vector = shape((BATCH,), jnp.int32)
-    pools = pools_and_table("bfloat16", 16, 128)
-    options = {
-      "window": shape((), jnp.int32),
-      "tree_mask": shape((BATCH, 9, 9), jnp.bool_),
-      "sinks": shape((HEADS,), jnp.float32),
-      "alibi_slopes": shape((HEADS,), jnp.float32),
-    }
-
-    def both(q, rectangle, options, *arguments):
-      decode = kernels.paged_decode(q, *arguments[:-1], backend=backend)
-      return decode, kernels.paged_attention_padded(
-        rectangle, *arguments, backend=backend, **call_of(**options)
-      )
-
+    mask = shape((BATCH, 9, 9), jnp.bool_)
+    rectangle = kernels.paged_attention_padded, (BATCH, 9), vector(), vector()
     with jax.enable_x64(True):
-      compile_for(
-        target,
-        jax.jit(both),
-        shape((BATCH, HEADS, 128), jnp.bfloat16),
-        shape((BATCH, 9, HEADS, 128), jnp.bfloat16),
-        options,
-        *pools,
-        vector,
-        vector,
-      )
+      compile_call(target, backend, kernels.paged_decode, (BATCH,), vector())
+      compile_call(target, backend, *rectangle, tree_mask=mask, **EVERYTHING)
 
 
 class TestTriton:
   """All features of the reference, for any group and head size."""
-
-  def compile(self, function, heads, dims, dtype, *rest, **options):
-    dim, value_dim = dims
-    shape = jax.ShapeDtypeStruct
-    k_pages = shape((PAGE_TOKENS // 16, KV_HEADS, 16, dim), dtype)
-    v_pages = shape((PAGE_TOKENS // 16, KV_HEADS, 16, value_dim), dtype)
-    table = shape((BATCH, TOKENS // 16), jnp.int32)
-    leading = rest[0]
-    q = shape((*leading, heads, dim), query_dtype(dtype))
-    arrays = {
-      name: value
-      for name, value in options.items()
-      if isinstance(value, jax.ShapeDtypeStruct)
-    }
-    names = tuple(arrays)
-    static = {k: v for k, v in options.items() if k not in arrays}
-
-    def call(*arguments):
-      positional = arguments[: len(arguments) - len(names)]
-      traced = dict(zip(names, arguments[len(positional) :], strict=True))
-      return function(
-        *positional, backend="triton", **call_of(**static, **traced)
-      )
-
-    program = compile_for(
-      "h200",
-      jax.jit(call),
-      q,
-      k_pages,
-      v_pages,
-      table,
-      *rest[1:],
-      *arrays.values(),
-    )
-    assert_small(program, k_pages, v_pages)
 
   @needs("h200")
   @slow_except("heads", [8, 32, 64, 256], 32)
   @pytest.mark.parametrize("heads", [8, 32, 64, 256])
   @pytest.mark.parametrize("dims", [(80, 80), (96, 160), (192, 128)])
   def test_groups_and_head_sizes(self, heads, dims):
-    lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    self.compile(
-      kernels.paged_decode, heads, dims, "bfloat16", (BATCH,), lengths
+    compile_call(
+      "h200",
+      "triton",
+      kernels.paged_decode,
+      (BATCH,),
+      vector(),
+      heads=(heads, KV_HEADS),
+      dim=dims[0],
+      value_dim=dims[1],
     )
 
   @needs("h200")
   def test_a_long_prompt_and_a_long_table(self):
     """The output is not copied for every part that a table may be cut into."""
-    shape = jax.ShapeDtypeStruct
-    q = shape((1, 4096, HEADS, 128), jnp.bfloat16)
-    pool = shape((PAGE_TOKENS // 16, KV_HEADS, 16, 128), jnp.bfloat16)
+    q = shape((1, 4096, HEADS, DIM), jnp.bfloat16)
+    pool = shape((PAGES, KV_HEADS, SIZE, DIM), jnp.bfloat16)
     table, lengths = shape((1, 8192), jnp.int32), shape((1,), jnp.int32)
     attention = functools.partial(
       kernels.paged_attention_padded, backend="triton"
@@ -241,38 +183,23 @@ class TestTriton:
   # The most shared memory, and the most options.
   @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
   def test_all_options(self, dtype):
-    shape = jax.ShapeDtypeStruct
-    vector = shape((BATCH,), jnp.int32)
-    options = {
-      "scale": 0.1,
-      "soft_cap": 30.0,
-      "window": shape((), jnp.int32),
-      "page_offset": shape((), jnp.int32),
-      "sinks": shape((HEADS,), jnp.float32),
-      "alibi_slopes": shape((HEADS,), jnp.float32),
-    }
+    options = {"dtype": dtype, **EVERYTHING}
     if dtype == "int8":
-      scales = shape((PAGE_TOKENS // 16, KV_HEADS, 16), jnp.float32)
-      options |= {"k_scale": scales, "v_scale": scales}
-    heads = (HEADS, (128, 128), dtype)
-    self.compile(kernels.paged_decode, *heads, (BATCH,), vector, **options)
-    self.compile(
-      kernels.paged_attention_padded,
-      *heads,
-      (BATCH, 8),
-      vector,
-      vector,
-      tree_mask=shape((BATCH, 8, 8), jnp.bool_),
-      **options,
-    )
-    self.compile(
-      kernels.paged_attention,
-      *heads,
-      (64,),
-      vector,
-      shape((BATCH + 1,), jnp.int32),
-      **options,
-    )
+      options |= PER_TOKEN
+    mask = shape((BATCH, 8, 8), jnp.bool_)
+    for function, leading, vectors, more in (
+      (kernels.paged_decode, (BATCH,), [vector()], {}),
+      (
+        kernels.paged_attention_padded,
+        (BATCH, 8),
+        [vector(), vector()],
+        {"tree_mask": mask},
+      ),
+      (kernels.paged_attention, (64,), [vector(), vector(BATCH + 1)], {}),
+    ):
+      compile_call(
+        "h200", "triton", function, leading, *vectors, **options, **more
+      )
 
   @pytest.mark.slow
   @needs("h200")
@@ -295,28 +222,20 @@ class TestOlderGpus:
   @pytest.mark.parametrize("dim", DIMS["triton"])
   @on_older_gpus
   def test_decode(self, target, dim):
-    pools = pools_and_table("bfloat16", 16, dim)
-    compile_for(
-      target,
-      jax.jit(functools.partial(kernels.paged_decode, backend="triton")),
-      jax.ShapeDtypeStruct((BATCH, HEADS, dim), jnp.bfloat16),
-      *pools,
-      jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+    compile_call(
+      target, "triton", kernels.paged_decode, (BATCH,), vector(), dim=dim
     )
 
   @on_older_gpus
   def test_prefill_of_int8(self, target):
-    shape = jax.ShapeDtypeStruct
-    pools = pools_and_table("int8", 16, 128)
-    compile_for(
+    compile_call(
       target,
-      jax.jit(
-        functools.partial(kernels.paged_attention_padded, backend="triton")
-      ),
-      shape((BATCH, 64, HEADS, 128), jnp.bfloat16),
-      *pools,
-      shape((BATCH,), jnp.int32),
-      shape((BATCH,), jnp.int32),
+      "triton",
+      kernels.paged_attention_padded,
+      (BATCH, 64),
+      vector(),
+      vector(),
+      dtype="int8",
     )
 
   @on_older_gpus

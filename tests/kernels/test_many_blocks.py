@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from tests.kernels import reference
+from tests.kernels import shapes
 from tests.kernels.backends import backends
-from tests.kernels.shapes import Shape
-from tests.kernels.shapes import assert_matches
-from tests.kernels.shapes import problem
-from tests.kernels.shapes import queries
 
 pytestmark = pytest.mark.gpu
 over_backends = pytest.mark.parametrize("runner", backends())
@@ -33,7 +30,7 @@ class TestManyBlocks:
   def test_equals_the_reference(self, runner, name):
     dim, page_size, dtype, scales = LARGE[name]
     lengths = (1, 4000, *np.random.default_rng(0).integers(2, 4000, 22))
-    shape = Shape(
+    shape = shapes.Shape(
       heads=(32, 8),
       head_dim=dim,
       page_size=page_size,
@@ -42,27 +39,27 @@ class TestManyBlocks:
       query_dtype="bfloat16",
       scales=scales,
     )
-    case = problem(shape)
-    q = queries(case, shape, len(lengths))
+    case = shapes.problem(shape)
+    q = shapes.queries(case, shape, len(lengths))
     arguments = (q, *case.pools, case.lengths)
     wanted = reference.paged_decode(*arguments, **case.options)
     out, lse = runner("paged_decode", *arguments, **case.options)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    shapes.assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
   @over_backends
   def test_a_long_prompt_equals_the_reference(self, runner):
     """700 queries of 16 heads over one K/V head, after 3,000 tokens."""
-    shape = Shape(
+    shape = shapes.Shape(
       heads=(16, 1),
       head_dim=128,
       page_size=16,
       lengths=(3700,),
       dtype="bfloat16",
     )
-    case = problem(shape)
+    case = shapes.problem(shape)
     counts = np.array([700], np.int32)
-    q = queries(case, shape, 1, 700)
+    q = shapes.queries(case, shape, 1, 700)
     arguments = (q, *case.pools, case.lengths - counts, counts)
     expected = reference.paged_attention_padded(*arguments)
     out, lse = runner("paged_attention_padded", *arguments)
-    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
+    shapes.assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)

@@ -16,15 +16,10 @@ from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
 from jaxkv_kernels._src.attention.options import CallOptions
 from tests.kernels import reference
+from tests.kernels import shapes
 from tests.kernels.backends import ON_HOPPER
 from tests.kernels.backends import call_of
 from tests.kernels.backends import check_float16_values
-from tests.kernels.shapes import SHAPES
-from tests.kernels.shapes import Shape
-from tests.kernels.shapes import assert_matches
-from tests.kernels.shapes import problem
-from tests.kernels.shapes import put
-from tests.kernels.shapes import queries
 
 # On a Hopper `mosaic_gpu` is not interpreted.
 INTERPRETED: dict[str, Any] = {
@@ -47,7 +42,7 @@ over_backends = pytest.mark.parametrize(
 
 def decode(backend, *arguments, **options):
   out = kernels.paged_decode(
-    *put(*arguments),
+    *shapes.put(*arguments),
     backend=backend,
     interpret=INTERPRETED[backend],
     **call_of(**options),
@@ -87,30 +82,32 @@ class TestKernels:
     expected = reference.paged_attention_padded(q, *pools, *pages, **options)
     pools[:, 0, 0, 2] = options["v_scale"][0, 0, 2] = np.nan
     out, lse = kernels.paged_attention_padded(
-      *put(q, *pools, *pages),
+      *shapes.put(q, *pools, *pages),
       **call_of(**jax.tree.map(jnp.asarray, options)),
       backend="mosaic_gpu",
       interpret=INTERPRETED["mosaic_gpu"],
     )
-    assert_matches(out, lse, *expected, q.dtype, 2e-6)
+    shapes.assert_matches(out, lse, *expected, q.dtype, 2e-6)
 
   @over_backends
   def test_logits_that_rise_from_block_to_block(self, backend):
     """What earlier blocks have summed is scaled to the new maximum."""
-    shape = Shape(heads=(4, 1), head_dim=128, page_size=32, lengths=(600,))
-    case = problem(shape)
+    shape = shapes.Shape(
+      heads=(4, 1), head_dim=128, page_size=32, lengths=(600,)
+    )
+    case = shapes.problem(shape)
     dtype = DTYPES[backend]
     pools = [pages.astype(dtype) for pages in case.pools[:2]]
-    q = queries(case, shape, 1).astype(dtype)
+    q = shapes.queries(case, shape, 1).astype(dtype)
     arguments = (q, *pools, case.page_table, case.lengths)
     expected = reference.paged_decode(*arguments)
-    assert_matches(*decode(backend, *arguments), *expected, dtype, 2e-6)
+    shapes.assert_matches(*decode(backend, *arguments), *expected, dtype, 2e-6)
 
   @pytest.mark.slow
   @over_backends
   def test_a_sink_of_minus_infinity(self, backend):
     """A row without keys stays zeros; others are as without a sink."""
-    case = problem(SHAPES["everything_bfloat16_d128"])
+    case = shapes.problem(shapes.SHAPES["everything_bfloat16_d128"])
     dtype = DTYPES[backend]
     pools = (pages.astype(dtype) for pages in case.pools[:2])
     lengths = case.lengths[:2]
@@ -146,7 +143,7 @@ class TestKernels:
       pools[:, 0, 0, 2 + num_seen : 5] = bad
       results.append(
         kernels.paged_attention_padded(
-          *put(q, *pools, np.zeros((1, 1), np.int32)),
+          *shapes.put(q, *pools, np.zeros((1, 1), np.int32)),
           jnp.array([2], jnp.int32),
           jnp.array([3], jnp.int32),
           options=kernels.AttentionOptions(

@@ -7,15 +7,23 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv_kernels as kernels
-from tests.kernels.backends import call_of
+from tests.kernels.compiled_calls import BATCH
+from tests.kernels.compiled_calls import COLUMNS
+from tests.kernels.compiled_calls import DIM
+from tests.kernels.compiled_calls import EVERYTHING
+from tests.kernels.compiled_calls import HEADS
+from tests.kernels.compiled_calls import KV_HEADS
+from tests.kernels.compiled_calls import PAGES
+from tests.kernels.compiled_calls import PER_TOKEN
+from tests.kernels.compiled_calls import SIZE
+from tests.kernels.compiled_calls import compile_call
+from tests.kernels.compiled_calls import shape
+from tests.kernels.compiled_calls import vector
 from tests.tools.ahead_of_time import compile_for
 from tests.tools.ahead_of_time import needs
 from tests.tools.tiers import slow_except
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
-BATCH, HEADS, KV_HEADS, SIZE, DIM = 8, 32, 8, 16, 128
-PAGES, COLUMNS = 32_768, 256
-shape = jax.ShapeDtypeStruct
 # The oldest and the newest TPU; the matrix has the third.
 BACKENDS = {"h200": "mosaic_gpu", "v5e": "mosaic_tpu", "v7x": "mosaic_tpu"}
 TPUS = [pytest.param(name, marks=needs(name)) for name in ("v5e", "v7x")]
@@ -25,64 +33,16 @@ over_targets = pytest.mark.parametrize(
 over_tpus = pytest.mark.parametrize("target", TPUS)
 
 
-def compiled(target, function, leading, *vectors, heads=None, **options):
-  """Compiles a call without spills, temporaries under 5 % of the pools."""
-  heads = heads or (HEADS, KV_HEADS)
-  layout = {"dim": DIM, "size": SIZE, "dtype": "bfloat16"}
-  layout |= {name: options.pop(name) for name in layout if name in options}
-  dtype = jnp.dtype(layout["dtype"])
-  # Pools of one size, whatever their shape.
-  pages = PAGES * SIZE * KV_HEADS // (layout["size"] * heads[1])
-  pool = shape((pages, heads[1], layout["size"], layout["dim"]), dtype)
-  q = shape(
-    (*leading, heads[0], layout["dim"]),
-    jnp.bfloat16 if dtype.itemsize == 1 else dtype,
-  )
-  arrays = {k: v for k, v in options.items() if isinstance(v, shape)}
-  static = {k: v for k, v in options.items() if k not in arrays}
-
-  def call(arrays, *arguments):
-    return function(
-      *arguments,
-      **call_of(**arrays, **static),
-      backend=BACKENDS[target],
-    )
-
-  table = shape((BATCH, COLUMNS), jnp.int32)
-  program = compile_for(
-    target,
-    jax.jit(call),
-    arrays,
-    q,
-    pool,
-    pool,
-    table,
-    *vectors,
-  )
-  assert program.temporary < 2 * pool.size * dtype.itemsize * 0.05
-  assert len(program.mosaic_kernels) == (target == "h200")
+def compiled(target, *arguments, **options):
+  """Compiles a call for the backend of a target."""
+  compile_call(target, BACKENDS[target], *arguments, **options)
 
 
-def vector(length=BATCH):
-  return shape((length,), jnp.int32)
-
-
-EVERYTHING = {
-  "scale": shape((), jnp.float32),
-  "soft_cap": 30.0,
-  "window": shape((), jnp.int32),
-  "page_offset": shape((), jnp.int32),
-  "sinks": shape((HEADS,), jnp.float32),
-  "alibi_slopes": shape((HEADS,), jnp.float32),
-}
 PER_HEAD = dict.fromkeys(
   ("k_scale", "v_scale"), shape((KV_HEADS,), jnp.float32)
 )
 TREE = {"tree_mask": shape((BATCH, 9, 9), jnp.bool_)}
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
-PER_TOKEN = dict.fromkeys(
-  ("k_scale", "v_scale"), shape((PAGES, KV_HEADS, SIZE), jnp.float32)
-)
 
 
 # Of the TPUs a v7x has the least memory for blocks.

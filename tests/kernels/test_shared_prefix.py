@@ -12,13 +12,9 @@ import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import shared_prefix
 from jaxkv_kernels._src.attention.xla import backend as xla
 from tests.kernels import reference
+from tests.kernels import shapes
 from tests.kernels.backends import RUNNERS
 from tests.kernels.backends import call_of
-from tests.kernels.shapes import SHAPES
-from tests.kernels.shapes import assert_matches
-from tests.kernels.shapes import problem
-from tests.kernels.shapes import put
-from tests.kernels.shapes import queries
 from tests.tools.tiers import slow_except
 
 # Rows 0, 1, 3 and 6 share two pages of 16; 2 and 5 share four; 4 is alone.
@@ -29,7 +25,7 @@ LENGTHS = (33, 40, 150, 47, 80, 65, 38)
 def sharing(shape, **changes):
   """A problem whose rows begin with the same pages, cluster by cluster."""
   shape = dataclasses.replace(shape, lengths=LENGTHS, page_size=16, **changes)
-  case = problem(shape)
+  case = shapes.problem(shape)
   for rows, pages in CLUSTERS.values():
     case.page_table[rows, :pages] = case.page_table[rows[0], :pages]
   return shape, case
@@ -73,18 +69,18 @@ def decode(case, q, **changes):
     for key, value in case.options.items()
     if isinstance(value, np.ndarray)
   }
-  return run(*put(q, *case.pools, case.lengths), clusters, options)
+  return run(*shapes.put(q, *case.pools, case.lengths), clusters, options)
 
 
 def checked(shape, case, **changes):
   """Compares a case with the reference; returns the clusters found."""
-  q = queries(case, shape, len(LENGTHS))
+  q = shapes.queries(case, shape, len(LENGTHS))
   expected = reference.paged_decode(
     q, *case.pools, case.lengths, **case.options
   )
   shared, (out, lse) = decode(case, q, **changes)
   assert out.dtype == case.dtype
-  assert_matches(out, lse, *expected, case.dtype, FLOAT32_L2)
+  shapes.assert_matches(out, lse, *expected, case.dtype, FLOAT32_L2)
   return shared
 
 
@@ -95,7 +91,7 @@ class TestSharedPrefix:
     thresholds = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**40))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", thresholds)
 
-  @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
+  @slow_except("name", shapes.SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("backend", BACKENDS)
   @pytest.mark.parametrize(
     "name",
@@ -113,14 +109,14 @@ class TestSharedPrefix:
   )
   def test_equals_the_reference(self, always, backend, name):
     try:
-      shared = checked(*sharing(SHAPES[name]), backend=backend)
+      shared = checked(*sharing(shapes.SHAPES[name]), backend=backend)
     except NotImplementedError as error:
       pytest.skip(str(error))
     assert sorted(shared.tokens.tolist()) == [32, 64]
 
   def test_clusters_may_be_given(self, always):
     clusters = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
     shared = checked(shape, case, clusters=clusters)
     np.testing.assert_array_equal(shared.members, [[2, 5, 7, 7], [0, 1, 3, 7]])
     np.testing.assert_array_equal(shared.tokens, [64, 32])
@@ -133,8 +129,8 @@ class TestSharedPrefix:
     self, always, monkeypatch, name, max_rows
   ):
     """Clusters of 4 rows are cut if the backend serves the heads of fewer."""
-    shape, case = sharing(SHAPES[name])
-    q = queries(case, shape, len(LENGTHS))
+    shape, case = sharing(shapes.SHAPES[name])
+    q = shapes.queries(case, shape, len(LENGTHS))
     expected = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
@@ -154,7 +150,7 @@ class TestSharedPrefix:
     _, (out, lse) = decode(case, q, backend="xla")
     rows = min(max_rows, 2)
     assert asked == {(7, 1, heads), (8 // rows, 1, rows * heads)}
-    assert_matches(out, lse, *expected, case.dtype)
+    shapes.assert_matches(out, lse, *expected, case.dtype)
 
   @pytest.mark.parametrize(("dim", "rows"), [(64, 3), (128, 1)])
   def test_the_gate_depends_on_the_backend_that_serves(self, dim, rows):
@@ -216,19 +212,19 @@ class TestSharedPrefix:
     self, always, num_clusters, cluster_size
   ):
     limits = {"num_clusters": num_clusters, "cluster_size": cluster_size}
-    shared = checked(*sharing(SHAPES["page16_gqa4_d128"]), **limits)
+    shared = checked(*sharing(shapes.SHAPES["page16_gqa4_d128"]), **limits)
     assert shared.members.shape == (num_clusters, cluster_size)
 
   def test_many_rows_with_one_first_page_make_several_clusters(self, always):
     """Samples of several prompts that begin alike: all of them share."""
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
     shared = checked(shape, case, num_clusters=3, cluster_size=2)
     clusters = [sorted(row) for row in shared.members.tolist()]
     assert sorted(clusters) == [[0, 1], [2, 5], [3, 6]]
     assert sorted(shared.tokens.tolist()) == [32, 32, 64]
 
   def test_idle_rows_are_in_no_cluster(self, always):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 4]] = 0
     shared = checked(shape, case)
     assert sorted(shared.tokens.tolist()) == [32, 64]
@@ -237,7 +233,7 @@ class TestSharedPrefix:
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "sinks", "alibi"])
   def test_a_table_smaller_than_the_length(self, always, name):
     """Tokens past the table do not exist, with and without sharing."""
-    shape, case = sharing(SHAPES[name])
+    shape, case = sharing(shapes.SHAPES[name])
     case = dataclasses.replace(case, page_table=case.page_table[:, :3])
     case.lengths[5] = 48  # and row 2, of the same cluster, has 150
     shared = checked(shape, case)
@@ -245,14 +241,14 @@ class TestSharedPrefix:
 
   def test_the_last_token_is_never_shared(self, always):
     """Rows whose pages are all the same still keep one page to themselves."""
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 1, 3, 6]] = 32
-    shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
+    shared, _ = decode(case, shapes.queries(case, shape, len(LENGTHS)))
     assert sorted(shared.tokens.tolist()) == [16, 64]
 
   def test_a_cluster_shares_the_pages_of_all_its_rows(self, always):
     """Rows 2 and 5 share four pages, and row 4 has only two of them."""
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
     case.page_table[4, :2] = case.page_table[2, :2]
     shared = checked(shape, case)
     np.testing.assert_array_equal(shared.tokens, [32, 32])
@@ -263,9 +259,9 @@ class TestSharedPrefix:
     """With these lengths; longer rows in tables of this size could pay."""
     for platform in shared_prefix._LEAST_SAVING:
       monkeypatch.setitem(shared_prefix._LEAST_SAVING, platform, 2**20)
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    plain = kernels.paged_decode(*put(q, *case.pools, case.lengths))
+    shape, case = sharing(shapes.SHAPES["page16_gqa4_d128"])
+    q = shapes.queries(case, shape, len(LENGTHS))
+    plain = kernels.paged_decode(*shapes.put(q, *case.pools, case.lengths))
     shared, out = decode(case, q)
     np.testing.assert_array_equal(shared.tokens, 0)
     np.testing.assert_array_equal(shared.own_tokens, case.lengths)
@@ -287,7 +283,7 @@ class TestSharedPrefix:
   def test_the_gate_counts_tokens_that_are_read(self, lockstep):
     lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
     tokens = np.array([64, 0])
-    saved = shared_prefix._saved(*put(lengths, tokens, shared), lockstep)
+    saved = shared_prefix._saved(*shapes.put(lengths, tokens, shared), lockstep)
     # In lockstep all rows, and 2 clusters, read the third row's 200 tokens.
     assert int(saved) == (-128 if lockstep else 64)
 
@@ -314,18 +310,9 @@ class TestSharedPrefix:
       kernels.plan_shared_prefix(**call)
 
   @pytest.mark.slow
-  def test_takes_numpy_arrays(self, always):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    shared, expected = decode(case, q)
-    out = kernels.cascade_decode(q, *case.pools[:2], shared)
-    for a, b in zip(out, expected, strict=True):
-      np.testing.assert_allclose(a, b, atol=1e-5)
-
-  @pytest.mark.slow
   def test_with_64_bit_types(self, always):
-    shape, case = sharing(SHAPES["alibi"])
-    q = queries(case, shape, len(LENGTHS))
+    shape, case = sharing(shapes.SHAPES["alibi"])
+    q = shapes.queries(case, shape, len(LENGTHS))
     expected = decode(case, q)[1]
     with jax.enable_x64(True):
       shared, out = decode(case, q)
@@ -336,7 +323,7 @@ class TestSharedPrefix:
 
   @pytest.mark.slow
   def test_devices(self, always):
-    case = sharing(SHAPES["page16_gqa4_d128"])[1]
+    case = sharing(shapes.SHAPES["page16_gqa4_d128"])[1]
     cpus = jax.devices("cpu")
     call = [case.page_table, case.lengths, *case.pools[:2]]
     table, lengths, *pools = jax.device_put(call, cpus[0])
@@ -353,10 +340,10 @@ class TestSharedPrefix:
       kernels.cascade_decode(q, *pools, shared)
 
   def test_unknown_backend(self):
-    case = sharing(SHAPES["page16_gqa4_d128"])[1]
+    case = sharing(shapes.SHAPES["page16_gqa4_d128"])[1]
     with pytest.raises(NotImplementedError, match="must be one of auto, "):
       kernels.plan_shared_prefix(
-        *put(case.page_table, case.lengths, *case.pools[:2]),
+        *shapes.put(case.page_table, case.lengths, *case.pools[:2]),
         num_clusters=1,
         cluster_size=2,
         backend="cudnn",

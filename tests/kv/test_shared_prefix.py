@@ -69,14 +69,15 @@ def next_tokens(state, kv, steps):
   return view, kv
 
 
+@pytest.fixture
+def always(monkeypatch):
+  """Shares pages whatever the savings."""
+  savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+  monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
+
+
 @pytest.mark.slow
 class TestShare:
-  @pytest.fixture
-  def always(self, monkeypatch):
-    """Shares pages whatever the savings."""
-    savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
-
   @pytest.mark.parametrize("steps", [1, 3])
   def test_shared_forks_do_not_change_attention(self, always, forked, steps):
     view, kv = next_tokens(*forked, steps)
@@ -137,7 +138,6 @@ class TestShare:
   def test_pages_that_rows_no_longer_share_are_not_read(
     self, always, forked, change
   ):
-    """Pages that a row no longer shares are not read for it."""
     view, kv = next_tokens(*forked, 3)
     at = dataclasses.replace(view, starts=view.starts - 2)
     at = memory.share(kv, at, num_clusters=2, cluster_size=SAMPLES)
@@ -179,10 +179,8 @@ class TestShare:
 
 class TestRefreshShared:
   @pytest.fixture
-  def shared(self, forked, monkeypatch):
+  def shared(self, forked, always):
     """A view in which all rows share pages."""
-    savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
     view, kv = next_tokens(*forked, 1)
     return memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES), kv
 
@@ -317,7 +315,6 @@ def compares_tables(equations, view):
 
 class TestTree:
   def test_tree_branches_equal_separate_sequences(self, forked):
-    """Two branches in one call equal a call for each branch."""
     state, kv = forked
     num_tokens = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
     state, _ = jaxkv.allocate(state, num_tokens)

@@ -184,7 +184,6 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _expert(token: Any, w: Any, mlp: models.Experts, index: int) -> Any:
-  """One expert in float64."""
 
   def project(x: Any, name: str) -> Any:
     out = x @ w[name][index]
@@ -274,7 +273,6 @@ def test_gradients_with_experts_that_are_given(name):
 
 
 def test_an_expert_id_out_of_range_gives_nan():
-  """The id is not clamped to that of another expert."""
   experts = _chosen("plain").at[0, 5, 0, 1].set(6)
   logits = models.forward_uncached(
     _params("plain"), *_inputs(), config=_decoder("plain"), experts=experts

@@ -4,7 +4,6 @@ import pytest
 
 from jaxkv import models
 from jaxkv._src.models.decoder import groups
-from jaxkv._src.models.decoder import stack
 from tests.models import tiny_decoders as tiny
 
 _WINDOW = tiny.layer(tiny.attention(window=8))
@@ -53,24 +52,3 @@ def test_layers_of_one_kind_and_size_form_a_group(name):
     (len(segment.pattern), segment.num_repeats)
     for segment in groups.segments(decoder)
   )
-
-
-@pytest.mark.parametrize("name", _DECODERS)
-def test_a_memory_layer_is_the_rank_of_a_layer_in_its_group(name):
-  """Also in the repeats of a pattern, whose groups are static."""
-  layers, (num_layers, _), _ = _DECODERS[name]
-  decoder = tiny.decoder(layers)
-  group_layers = []
-  for segment in groups.segments(decoder):
-    for repeat in range(segment.num_repeats):
-      for pattern_index in range(len(segment.pattern)):
-        location = stack._location(decoder, segment, pattern_index, repeat)
-        group_layers.append((location.group, location.layer))
-  by_layer = groups.groups_of(decoder).locations
-  assert group_layers == [tuple(location) for location in by_layer]
-  expected = [
-    (group, rank)
-    for group, count in enumerate(num_layers)
-    for rank in range(count)
-  ]
-  assert sorted(group_layers) == expected

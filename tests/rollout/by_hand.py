@@ -126,6 +126,17 @@ def sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
   )
 
 
+def requests_of(
+  prompts, width: int | None = None, fill: int = 0, **fields
+) -> rollout.Requests:
+  """Makes requests of prompts of different lengths, with `fill` behind them."""
+  lengths = [len(prompt) for prompt in prompts]
+  rows = np.full((len(prompts), width or max(lengths)), fill, np.int32)
+  for row, prompt in zip(rows, prompts, strict=True):
+    row[: len(prompt)] = prompt
+  return rollout.Requests(rows, np.asarray(lengths, np.int32), **fields)
+
+
 def begun(
   sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
 ) -> rollout.RolloutState:
@@ -142,12 +153,9 @@ def begun(
     cache = jaxkv.init(sizes)
   if sizes.offload_pages:
     options["offload"] = kv_memory.init_offload(kv, sizes)
-  width = max(map(len, prompts))
-  rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
-  lengths = [len(prompt) for prompt in prompts]
   fields = {field.name for field in dataclasses.fields(rollout.Requests)}
   settings = {name: options.pop(name) for name in fields & options.keys()}
-  requests = rollout.Requests(rows, lengths, **settings)
+  requests = requests_of(prompts, fill=10, **settings)
   return rollout.init(cache, kv, requests, key(), config, **options)
 
 
@@ -177,7 +185,6 @@ def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:
 def with_cache(
   state: rollout.RolloutState, cache: jaxkv.CacheState
 ) -> rollout.RolloutState:
-  """Changes the cache."""
   memory = dataclasses.replace(state.memory, cache=cache)
   return dataclasses.replace(state, memory=memory)
 

@@ -61,9 +61,6 @@ def run(title: str, names: dict[str, Any], piece: int = 0) -> None:
 
 def names_of(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
   """Returns the names that examples read; samples have temperature 1."""
-  width = max(map(len, prompts))
-  rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
-  lengths = [len(prompt) for prompt in prompts]
   secret = jax.random.key(4)
   return {
     "config": config,
@@ -74,9 +71,7 @@ def names_of(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
     "memory": lambda: (jaxkv.init(sizes, secret), pages()),
     "model": model,
     "params": params,
-    "requests": rollout.Requests(
-      np.asarray(rows, np.int32), np.asarray(lengths, np.int32)
-    ),
+    "requests": by_hand.requests_of(prompts),
     "rollout": rollout,
     "sharding": sharding,
     "sizes": sizes,

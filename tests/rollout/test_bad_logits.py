@@ -69,13 +69,8 @@ def _rollout(
   memory, prompts, num_samples=2, max_prompts=8, **options
 ) -> rollout.RolloutState:
   """Returns a rollout with spare rows, so that one program serves all tests."""
-  lengths = np.ones((max_prompts,), np.int32)
-  tokens = np.zeros((max_prompts, 14), np.int32)
-  for row, prompt in enumerate(prompts):
-    lengths[row] = len(prompt)
-    tokens[row, : len(prompt)] = prompt
-  exists = np.arange(max_prompts) < len(prompts)
-  counts = np.where(exists, num_samples, 0)
+  num_spare = max_prompts - len(prompts)
+  counts = [num_samples] * len(prompts) + [0] * num_spare
   config = rollout.RolloutConfig(
     num_samples=2,
     decode_steps=3,
@@ -87,7 +82,7 @@ def _rollout(
   return rollout.init(
     memory.cache,
     memory.kv,
-    rollout.Requests(tokens, lengths, num_samples=counts),
+    by_hand.requests_of([*prompts, *[[0]] * num_spare], 14, num_samples=counts),
     jax.random.key(1),
     config,
     version=0,

@@ -14,10 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from jaxkv._src.engine import ngrams
-from tests.rollout.random_calls import SIZES
-from tests.rollout.random_calls import Calls
-from tests.rollout.random_calls import model
-from tests.rollout.random_calls import run
+from tests.rollout import random_calls
 from tests.tools.tiers import slow_except
 from tests.tools.transforms import on_devices
 
@@ -38,7 +35,7 @@ def _update(how):
 
 @jax.jit
 def _generate(state, params, until):
-  return rollout.generate(params, state, until, model=model), None
+  return rollout.generate(params, state, until, model=random_calls.model), None
 
 
 def _submit(state, ids=None, mask=None, **requests):
@@ -80,7 +77,7 @@ NAMING = [
 @functools.cache
 def _state_and_weights(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
   """Returns a rollout after random calls, and its model's weights."""
-  calls = Calls(seed)
+  calls = random_calls.Calls(seed)
   while not _is_busy(np.asarray(calls.state.queue.status).reshape(-1, 2)):
     calls.step()
   return calls.state, calls._weights[calls.version]
@@ -296,50 +293,6 @@ def test_disable_jit_gives_the_same(verb):
   with jax.disable_jit():
     plain = TABLE[verb](state, **args)
   assert_same(TABLE[verb](state, **args), plain)
-
-
-# With a rollout and a program of other tests, which costs no time here.
-def test_sequences_continue_in_another_rollout():
-  """Pages move too, also the last ones, which are not full."""
-  state, weights = _state_and_weights(0)
-  params = jnp.asarray(weights)
-  while not jnp.any(state.memory.cache.length % SIZES.page_size):
-    state = run(params, state, rollout.Until(steps=1))
-  ids, status = jax.device_get((state.queue.ids, state.queue.status))
-  running = ids[status == rollout.SequenceStatus.RUNNING].tolist()
-  present_ids = ids[status < rollout.SequenceStatus.EMPTY].tolist()
-  moved_ids = [*dict.fromkeys([*running, *present_ids])][:4]
-  _, exported = rollout.export(state, moved_ids)
-  target = Calls(0).state
-  cache = target.memory.cache
-  epoch = jnp.copy(state.memory.cache.epoch)
-  root = jnp.copy(state.memory.cache.root)
-  cache = dataclasses.replace(cache, epoch=epoch, root=root)
-  memory = dataclasses.replace(target.memory, cache=cache)
-  target = dataclasses.replace(target, memory=memory)
-  target, out = rollout.import_sequences(target, exported)
-  assert out.ok.all()
-  rollout.check(target)
-  lengths = target.memory.cache.length.tolist()
-  runs = np.asarray(exported.runs)
-  num_computed = np.asarray(exported.num_computed)[runs].tolist()
-  assert any(length % SIZES.page_size for length in num_computed)
-  assert sorted(filter(None, lengths)) == sorted(num_computed)
-  until = rollout.Until(steps=200)
-  target = run(params, target, until)
-  assert int(target.counters.recomputed) == 0
-  expected = rollout.generated(run(params, state, until))
-  actual = rollout.generated(target)
-  for row in np.flatnonzero(actual.valid):
-    (home,) = np.flatnonzero(expected.valid & (expected.ids == actual.ids[row]))
-    for name in ("tokens", "versions", "experts", "finish", "lengths"):
-      np.testing.assert_array_equal(
-        getattr(actual, name)[row], getattr(expected, name)[home], err_msg=name
-      )
-    # The sequence has another place in the packed batch.
-    np.testing.assert_allclose(
-      actual.log_probs[row], expected.log_probs[home], atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("verb", NAMING)

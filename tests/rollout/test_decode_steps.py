@@ -84,7 +84,6 @@ def test_each_token_takes_one_call():
 
 @pytest.mark.slow
 def test_ended_sequence_keeps_its_slot_for_the_round():
-  """No sequence enters its slot before the round has ended."""
   program = by_hand.program()
   config = _config(4, num_samples=1, stop_token=-1, max_new_tokens=8)
   state = by_hand.begun(

@@ -163,16 +163,6 @@ class TestTensorParallel:
     run.assert_pages_stay()
 
 
-class TestBoth:
-  @pytest.mark.deep
-  def test_two_shards_of_four_devices(self, expected):
-    run = _Run(axes_of(data=2, model=4, axis_type=_EXPLICIT))
-    state = run.end()
-    assert_equal_results(sharding.generated(state, axes=run.axes), expected)
-    assert len(set(np.asarray(state.counters.steps).tolist())) > 1
-    run.assert_pages_stay()
-
-
 class TestExamples:
   """The programs in the docstring of `jaxkv.sharding`."""
 

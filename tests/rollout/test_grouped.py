@@ -15,6 +15,7 @@ from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
 from tests.models import tiny_decoders as tiny
+from tests.rollout import by_hand
 
 _MODEL = tiny.decoder(tiny.LAYERS["llama"])
 _SIZES = jaxkv.CacheConfig(
@@ -64,7 +65,6 @@ def _results() -> rollout.Generated:
   ("max_length", "columns"), [(0, (_W - 4, 4)), (_W, (_W - 1, _W - 1))]
 )
 def test_default_sizes_are_those_of_the_rollout(max_length, columns):
-  """Default sizes equal those of the rollout's config."""
   results = _results()
   config = dataclasses.replace(results.config, max_length=max_length)
   results = dataclasses.replace(results, config=config)
@@ -236,17 +236,12 @@ class TestPrompts:
 @functools.cache
 def _rollout() -> rollout.RolloutState:
   """Runs prompts of three lengths; the second one has fewer samples."""
-  requests = rollout.Requests(
-    [[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]],
-    [4, 3, 1],
-    num_samples=[4, 2, 4],
-  )
-  state = rollout.init(
-    jaxkv.init(_SIZES, jax.random.key(2)),
-    models.init_kv(_MODEL, _SIZES),
-    requests,
-    jax.random.key(1),
+  state = by_hand.begun(
+    _SIZES,
     rollout.RolloutConfig(num_samples=4, max_new_tokens=6),
+    [[3, 1, 4, 1], [5, 9, 2], [6]],
+    kv=models.init_kv(_MODEL, _SIZES),
+    num_samples=[4, 2, 4],
   )
   model = functools.partial(models.forward, config=_MODEL)
   run = jax.jit(functools.partial(rollout.generate, model=model))

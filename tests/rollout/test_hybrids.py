@@ -37,7 +37,7 @@ _OPTIONS = rollout.RolloutConfig(
 )
 
 
-def _begun(model: models.Decoder, prompts: jax.Array, lengths: jax.Array):
+def _begun(model: models.Decoder, prompts: list[np.ndarray]):
   sizes = tiny.cache_config(
     model,
     # Few pages: sequences are preempted and resume.
@@ -47,25 +47,23 @@ def _begun(model: models.Decoder, prompts: jax.Array, lengths: jax.Array):
     pages_per_slot=10,
   )
   kv = models.init_kv(model, sizes)
-  key = jax.random.key(1)
-  return rollout.init(
-    jaxkv.init(sizes), kv, rollout.Requests(prompts, lengths), key, _OPTIONS
-  )
+  return by_hand.begun(sizes, _OPTIONS, prompts, kv=kv)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("windows", _PATTERNS, ids=str)
 def test_windows_equal_uncached_attention(windows):
-  """Tokens equal uncached attention, and windows hold few pages."""
   rng = np.random.default_rng(0)
   prompts = rng.integers(4, 31, (5, _WIDTH)).astype(np.int32)
   prompts[1:3, :17] = prompts[0, :17]
-  lengths = jnp.asarray([25, 30, 20, 1, 9], jnp.int32)
   # Larger logits: a wrong one leads to other tokens soon.
   model = _model(windows)
   params = models.init_params(jax.random.key(0), model)
   params |= {"embed": params["embed"] * 3}
-  state = _begun(model, jnp.asarray(prompts), lengths)
+  lengths = (25, 30, 20, 1, 9)
+  state = _begun(
+    model, [row[:n] for row, n in zip(prompts, lengths, strict=True)]
+  )
   expected = jax.jit(
     functools.partial(uncached.generate, decoder=model, config=_OPTIONS)
   )(params, state.queue, jnp.float32(1))

@@ -42,11 +42,8 @@ def _requests(model: models.Pretrained) -> rollout.Requests:
     for start, count in ((100, 3), (200, 9), (300, 30), (400, 14), (500, 4))
   ]
   encoded.append(model.tokenizer.encode("7"))
-  tokens = np.zeros((len(encoded), _PROMPT_WIDTH), np.int32)
-  for row, prompt in zip(tokens, encoded, strict=True):
-    row[: len(prompt)] = prompt
-  lengths = np.asarray([len(prompt) for prompt in encoded], np.int32)
-  return rollout.Requests(jnp.asarray(tokens), jnp.asarray(lengths))
+  requests = by_hand.requests_of(encoded, _PROMPT_WIDTH)
+  return jax.tree.map(jnp.asarray, requests)
 
 
 def _config(model, samples: int) -> rollout.RolloutConfig:
@@ -183,32 +180,6 @@ class TestSpans:
       until = rollout.Until(steps=jnp.int32(7))
       state = _through_offload_memory(run(state, until))
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
-
-  @pytest.mark.slow
-  def test_lengths_and_steps_compile_once(self, small_model, program):
-    """Any number of steps is served by one program."""
-    state = _initial(small_model, 3, 40, 8, 1)
-    program(small_model.params, state, _END)
-    num_compiled = program._cache_size()
-    for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
-      requests = dataclasses.replace(
-        _requests(small_model), lengths=jnp.asarray(lengths, jnp.int32)
-      )
-      new_state = rollout.init(
-        state.memory.cache,
-        state.memory.kv,
-        requests,
-        jax.random.key(0),
-        state.config,
-      )
-      new_state = by_hand.begun_at(new_state, 1.0)
-      for steps in (3, 2**31 - 1):
-        assert not bool(rollout.is_done(new_state))
-        until = rollout.Until(steps=jnp.int32(steps))
-        new_state = program(small_model.params, new_state, until)
-        assert int(new_state.counters.steps) >= 3
-      assert bool(rollout.is_done(new_state))
-    assert program._cache_size() == num_compiled
 
   @pytest.mark.slow
   def test_arguments_on_the_device_cause_no_transfer(

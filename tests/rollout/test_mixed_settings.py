@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax
@@ -223,40 +222,3 @@ def test_records_are_of_the_unfiltered_distribution(decode_steps):
     atol=2e-5,
   )
   assert np.all(out.log_probs[out.mask] != out.records.raw_log_probs[out.mask])
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("decode_steps", [1, 4])
-def test_guided_samples_parse_as_json(decode_steps):
-  """A thousand samples at temperature 2 all parse, each ended in time."""
-  tokens = small_vocabulary.tokens()
-  vocab_size = len(tokens)
-  stop_token = 0
-  max_tokens = 48
-  guide = rollout.guide(
-    rollout.json_schema({}), rollout.token_bytes(tokens), stop_token
-  )
-  config = rollout.RolloutConfig(
-    num_samples=8,
-    max_new_tokens=max_tokens,
-    stop_token=stop_token,
-    prefill_chunk=64,
-    decode_steps=decode_steps,
-  )
-  count = 125
-  state = _begun(
-    np.random.default_rng(1).integers(2, vocab_size, (count, 4)),
-    config,
-    rollout.Sampling(temperature=2.0),
-    slots=100,
-    extra=guide.init(count * 8, max_tokens=max_tokens),
-  )
-  process = rollout.Guide.process.__get__(guide)
-  state = _program(process)(_table(vocab_size), state)
-  out = jax.device_get(rollout.generated(state))
-  assert set(out.finish.tolist()) == {rollout.Finish.STOP_TOKEN}
-  kinds = set()
-  for row in range(count * 8):
-    text = b"".join(tokens[token] for token in out.tokens[row][out.mask[row]])
-    kinds.add(type(json.loads(text)).__name__)
-  assert kinds == {"dict", "list", "str", "int", "float", "bool", "NoneType"}

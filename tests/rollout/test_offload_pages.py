@@ -111,21 +111,6 @@ def test_offload_pages_change_no_bit(name, decode_steps):
 
 
 @pytest.mark.deep
-def test_offload_pages_save_computed_tokens():
-  """The prompts of later rounds are restored, not computed again."""
-  config, params = families.decoder("llama")
-  with_host = _sizes(config, num_pages=25, offload_pages=100)
-  ends, stats = _rounds(config, params, with_host)
-  device_ends, _ = _rounds(config, params, _sizes(config, num_pages=25))
-  computed, computed_on_device = (
-    int(rounds[-1][1].prefilled) + int(rounds[-1][1].recomputed)
-    for rounds in (ends, device_ends)
-  )
-  assert computed < computed_on_device / 2
-  assert int(stats.restored_pages) > 0
-
-
-@pytest.mark.deep
 def test_moves_of_pin_are_not_repeated():
   """`init` does not repeat moves of `pin` that the caller has made."""
   config, params = families.decoder("llama")

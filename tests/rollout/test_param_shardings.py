@@ -127,7 +127,6 @@ def _names(name):
 
 @functools.cache
 def _one_device_results(name):
-  """Returns the results of one device."""
   names = _names(name)
   state = recipes.done(names, recipes.begun(names))
   results = rollout.generated(state)

@@ -157,10 +157,11 @@ def _count_tokens(logits, rows, extra):
   return logits, extra | {"count": extra["count"] + 1, "id": rows.ids}
 
 
-def test_model_sees_the_row_of_each_sequence():
-  """Each sequence has its row of `extra` and its id in every step."""
+@pytest.mark.parametrize("decode_steps", [1, 2])
+def test_model_sees_the_row_of_each_sequence(decode_steps):
+  """Each sequence has its row of `extra` and its id in every call."""
   config = rollout.RolloutConfig(
-    num_samples=2, max_new_tokens=3, prefill_chunk=2
+    num_samples=2, max_new_tokens=3, prefill_chunk=2, decode_steps=decode_steps
   )
   prompts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3], [9], [8, 8, 8, 8, 8]]
   tokens_of_rows = np.asarray([4, 9, 2, 3, 7, 1, 6, 5], np.int32)

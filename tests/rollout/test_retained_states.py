@@ -57,17 +57,8 @@ def _started(
     memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
     memory.init_states(sizes, num_layers=1, shapes={"x": ((1,), "float32")}),
   )
-  width = max(map(len, prompts))
-  rows = np.zeros((len(prompts), width), np.int32)
-  for row, prompt in enumerate(prompts):
-    rows[row, : len(prompt)] = prompt
-  return rollout.init(
-    jaxkv.init(sizes, jax.random.key(0)),
-    kv,
-    rollout.Requests(rows, [*map(len, prompts)]),
-    jax.random.key(1),
-    rollout.RolloutConfig(max_length=max_length, **options),
-  )
+  config = rollout.RolloutConfig(max_length=max_length, **options)
+  return by_hand.begun(sizes, config, prompts, kv=kv)
 
 
 def _ended(state: rollout.RolloutState) -> rollout.RolloutState:

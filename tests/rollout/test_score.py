@@ -297,7 +297,6 @@ def test_several_models():
 
 
 def test_different_salts_share_no_page():
-  """Groups of different salts share nothing."""
   groups = Groups(*(np.repeat(x[:1], 3, axis=0) for x in GROUPS))
   salts = jnp.stack([jaxkv.salt("a"), jaxkv.salt("b"), jaxkv.salt("a")])
   params = weights()
@@ -372,7 +371,6 @@ def _model(params, batch, kv):
 
 
 def test_model_sees_the_rows_of_sampling():
-  """The model sees the same rows as when the tokens were sampled."""
   extra = np.asarray([3, 1, 4], np.int32)
   groups = GROUPS._replace(completions=GROUPS.completions % 4)
   score = functools.partial(rollout.score, model=_model, chunk=CHUNK)
@@ -387,41 +385,6 @@ def test_model_sees_the_rows_of_sampling():
     logit = logits[groups.completions[n, g, r]]
     expected = logit - np.log(np.exp(logits).sum())
     assert abs(scored.log_probs[n, g, r] - expected) < 1e-4
-
-
-@pytest.mark.deep
-def test_computed_tokens_equal_the_models_count():
-  """The model counts the tokens that it computes."""
-  num_tokens = []
-
-  def model(params, batch, kv):
-    view = batch.views[0]
-    count = jnp.sum(view.prefill.num_tokens) + jnp.sum(view.decode.num_tokens)
-    jax.debug.callback(lambda count: num_tokens.append(int(count)), count)
-    return by_hand.model(params, batch, kv)
-
-  sizes = by_hand.sizes(60, 4)
-  state = by_hand.begun(sizes, rollout.RolloutConfig(max_new_tokens=4))
-  groups = Groups(
-    prompts=np.asarray([[1, 2, 3, 4, 5, 6]], np.int32),
-    prompt_lengths=np.asarray([6], np.int32),
-    completions=np.asarray([[[1, 2, 3], [4, 5, 6], [7, 8, 9]]], np.int32),
-    lengths=np.asarray([[3, 3, 3]], np.int32),
-  )
-  _, scored = rollout.score(
-    None, state, *groups, model=by_hand.all_logits(model), chunk=4
-  )
-  jax.effects_barrier()
-  # P - 1 and G R: one call for the prompt, two for the completions, each with
-  # four columns of chunks and one for each of four slots.
-  assert num_tokens == [5, 8, 1]
-  assert scored.computed_tokens.tolist() == [5 + 9]
-  tokens = groups.prompts[0].tolist()
-  for sample, row in enumerate(groups.completions[0].tolist()):
-    for count, token in enumerate(row):
-      logits = by_hand.logits_of([*tokens, *row[:count]])
-      expected = jax.nn.log_softmax(logits)[token]
-      assert abs(scored.log_probs[0, sample, count] - expected) < 1e-5
 
 
 @slow_except("name", ["windows and caps", "states"], "windows and caps")

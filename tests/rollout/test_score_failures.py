@@ -42,7 +42,6 @@ class TestGroups:
 
   @pytest.mark.fast
   def test_lengths_out_of_range_give_nan(self):
-    """A completion whose length is out of range has NaN in all columns."""
     groups = GROUPS._replace(
       prompt_lengths=np.asarray([0, 14, 8], np.int32),
       lengths=np.asarray([[1, 2, 0], [1, 1, 7], [-1, 8, 3]], np.int32),
@@ -185,7 +184,6 @@ def _call(state=None, groups=GROUPS, **options):
 
 class TestBadLogits:
   def test_bad_weights_leave_no_page(self):
-    """A call with good weights finds no page of bad ones."""
     params = weights()
     bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
     expected = compiled()(params, fresh(), *GROUPS)[1]

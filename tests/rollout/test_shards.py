@@ -247,12 +247,8 @@ class TestPrompts:
     strings = rollout.stop_strings(
       [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])
     )
-    rows = np.zeros((3, 8), np.int32)
-    for row, prompt in enumerate(by_hand.PROMPTS[:3]):
-      rows[row, : len(prompt)] = prompt
-    names["requests"] = rollout.Requests(
-      rows,
-      [8, 6, 1],
+    names["requests"] = by_hand.requests_of(
+      by_hand.PROMPTS[:3],
       sampling=rollout.Sampling(
         temperature=np.linspace(0.5, 2, 9),
         stop_tokens=[[n] for n in range(9)],

@@ -38,7 +38,6 @@ def _is_done(state: rollout.RolloutState) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_call_ends_after_complete_groups(count):
-  """The call ends with `count` complete groups; the others end unchanged."""
   until = _until(groups=count)
   stopped = _generate(_begun(), until)
   groups = _is_done(stopped).reshape(-1, 2).all(axis=1)
@@ -79,13 +78,6 @@ def test_sequences_until_all_are_harvested():
   whole = _generate(_begun(), _until()).queue
   assert [answers[n] for n in range(8)] == whole.tokens.tolist()
   assert set(state.queue.status.tolist()) == {by_hand.EMPTY}
-
-
-def test_first_limit_ends_the_call():
-  state = _generate(_begun(), _until(steps=2, sequences=1, groups=1))
-  assert int(state.counters.steps) == 2
-  state = _generate(_begun(), _until(steps=0))
-  assert int(state.counters.steps) == 0
 
 
 def test_empty_groups_are_not_complete():

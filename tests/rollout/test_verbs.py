@@ -47,7 +47,6 @@ def _codes(out) -> list[int]:
 
 @pytest.mark.slow
 def test_extend_sets_limits_and_page_keys():
-  """`extend` sets lengths, limits, status and page keys."""
   state, _ = rollout.abort(_begun(), [2])
   state = by_hand.with_queue(state, overtaken=state.queue.overtaken + 3)
   state, out = rollout.extend(
@@ -140,7 +139,6 @@ def test_selected_stop_strings():
 
 @pytest.mark.slow
 def test_ids_in_use_are_refused():
-  """Ids in the queue, and ids that overlap in a call, are refused."""
   _, out = rollout.submit(
     _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
   )

@@ -36,17 +36,10 @@ def _weights(seed: int):
 
 
 def _begun(cache=None, version=None, config=_CONFIG, **options):
-  kv = models.init_kv(_MODEL, _SIZES)
-  kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-  cache = jaxkv.init(_SIZES, jax.random.key(7)) if cache is None else cache
-  return rollout.init(
-    cache,
-    options.pop("kv", kv),
-    rollout.Requests(_PROMPTS, _LENGTHS),
-    jax.random.key(1),
-    config,
-    version=version,
-    **options,
+  options = {"kv": models.init_kv(_MODEL, _SIZES)} | options
+  prompts = [row[:n] for row, n in zip(_PROMPTS, _LENGTHS, strict=True)]
+  return by_hand.begun(
+    _SIZES, config, prompts, cache=cache, version=version, **options
   )
 
 

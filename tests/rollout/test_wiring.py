@@ -15,6 +15,7 @@ import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from tests.rollout import by_hand
 
 _VOCABULARY, _WIDTH = 13, 4
 _WINDOWS = (3, None)
@@ -78,10 +79,7 @@ def _begun(dtype="float32") -> rollout.RolloutState:
     head_dim=_WIDTH,
     **options,
   )
-  requests = rollout.Requests([[1, 2, 3, 4, 5, 6, 7], [8] * 7], [7, 3])
-  return rollout.init(
-    jaxkv.init(sizes), kv, requests, jax.random.key(0), _CONFIG
-  )
+  return by_hand.begun(sizes, _CONFIG, [[1, 2, 3, 4, 5, 6, 7], [8] * 3], kv=kv)
 
 
 def _trace(state, wiring=None, model=None):
@@ -168,10 +166,3 @@ class TestMemory:
 
     with pytest.raises(TypeError, match="`kv` that `model` returns must have"):
       _trace(_begun(), model=model)
-
-  def test_none_for_a_model_that_writes_nothing(self):
-    def model(params, batch, kv):
-      del params, kv
-      return jnp.zeros((batch.columns.shape[0], _VOCABULARY)), None
-
-    _trace(_begun(), model=model)

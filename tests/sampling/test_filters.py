@@ -92,7 +92,6 @@ class TestByHand:
     assert _kept(top_p=0.99, top_k=2) == [1, 3]
 
   def test_equal_weights_are_all_kept(self):
-    """All of them, whatever is asked for."""
     for options in ({"top_k": 2}, {"top_p": 0.1}, {"min_p": 1.0}):
       assert _kept([1.0] * 7, **options) == list(range(7))
 
@@ -114,7 +113,6 @@ class TestByHand:
 
   @pytest.mark.parametrize("weight", [np.nan, 0.0])
   def test_a_row_without_a_distribution_does_not_change_others(self, weight):
-    """And those beside it are served."""
     weights = jnp.asarray([[weight] * 5, _WEIGHTS], jnp.float32)
     cutoff = jax.jit(filters.cutoff)(
       weights,

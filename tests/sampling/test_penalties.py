@@ -178,7 +178,6 @@ class TestAgainstTheDefinition:
   def test_rows_of_a_batch_are_adjusted_independently(
     self, rows, stop_token, seed
   ):
-    """A row of a batch has the logits of a batch of one row."""
     logits = np.random.default_rng(seed).normal(size=(len(rows), _VOCABULARY))
     logits = (4 * logits).astype(np.float32)
     sampling = by_definition.sampling_of(rows)

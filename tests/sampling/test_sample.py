@@ -149,7 +149,6 @@ class TestMixed:
   @slow_except("vocab_size", [1, 2, 3, 11, 64, 513], 64)
   @pytest.mark.parametrize("vocab_size", [1, 2, 3, 11, 64, 513])
   def test_rows_are_drawn_as_defined_in_any_batch(self, vocab_size):
-    """A row of a batch draws the same token in a batch of one row."""
     rng = np.random.default_rng(vocab_size)
     rows = [
       Row(

@@ -166,16 +166,6 @@ def _blocks(row) -> list[bytes]:
   return [row[:stop].tobytes() for stop in range(BLOCK, len(row), BLOCK)]
 
 
-def requests_of(prompts: list[list[int]]) -> rollout.Requests:
-  """Returns requests of prompts of different lengths."""
-  width = max(map(len, prompts))
-  rows = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
-  lengths = [len(prompt) for prompt in prompts]
-  return rollout.Requests(
-    np.asarray(rows, np.int32), np.asarray(lengths, np.int32)
-  )
-
-
 def random_prompts(count, length=5):
   rng = random.Random(1)
   return [[rng.randrange(9) for _ in range(length)] for _ in range(count)]

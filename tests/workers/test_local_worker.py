@@ -24,13 +24,6 @@ _FORWARD = functools.partial(models.forward, config=DECODER)
 _PROMPTS = [by_hand.PROMPTS[number % 4] for number in range(24)]
 
 
-def _requests() -> rollout.Requests:
-  rows = np.zeros((len(_PROMPTS), 9), np.int32)
-  for row, prompt in enumerate(_PROMPTS):
-    rows[row, : len(prompt)] = prompt
-  return rollout.Requests(rows, np.asarray(list(map(len, _PROMPTS)), np.int32))
-
-
 def _worker(model, params, config, kv_of, slots=4, rows=6, steps=3):
   cache_config = by_hand.sizes(60, slots)
   no_prompts = rollout.Requests(
@@ -88,7 +81,7 @@ def test_tokens_do_not_depend_on_failures_or_removed_workers():
   with workers.Pool(
     lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
   ) as pool:
-    pool.submit(_requests())
+    pool.submit(by_hand.requests_of(_PROMPTS))
     results = results_of(pool, {5: lambda: pool.remove(2), 9: pool.add})
   assert _Fails.num_failures > 1
   _assert_by_hand(results)
@@ -97,8 +90,7 @@ def test_tokens_do_not_depend_on_failures_or_removed_workers():
 @pytest.mark.slow
 def test_moved_sequences_are_not_computed_again():
   source, target = _by_hand(0, slots=8), _by_hand(1, slots=8)
-  requests = _requests()
-  prompts = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
+  prompts = by_hand.requests_of(_PROMPTS[:3])
   assert source.submit(prompts, [0, 2, 4]) == [True] * 3
   ended = source.advance()
   exported = source.export()
@@ -116,8 +108,7 @@ def test_moved_sequences_are_not_computed_again():
 @pytest.mark.slow
 def test_samples_do_not_keep_the_results_of_other_prompts():
   worker, ended = _by_hand(0), []
-  requests = _requests()
-  prompts = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
+  prompts = by_hand.requests_of(_PROMPTS[:3])
   worker.submit(prompts, [0, 2, 4])
   while len(ended) < 3:
     ended += worker.advance()
@@ -141,7 +132,7 @@ def test_a_rollout_of_other_weights_or_with_sequences_is_refused():
 
 @pytest.mark.slow
 def test_prompts_that_are_refused_are_named():
-  requests = rollout.Requests(_requests().tokens[:3], [8, 0, 12])
+  requests = rollout.Requests([by_hand.PROMPTS[0]] * 3, [8, 0, 12])
   with pytest.raises(
     ValueError, match="got BAD_LENGTH for id 2, BAD_LENGTH for id 4;"
   ):
@@ -184,7 +175,7 @@ def test_versions_reproduce_the_log_probs(max_age):
     config=config,
     max_age=max_age,
   ) as pool:
-    pool.submit(_requests())
+    pool.submit(by_hand.requests_of(_PROMPTS))
     parts = []
     for samples in pool.results():
       parts.append(samples.results)

@@ -8,12 +8,12 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
+from tests.rollout.by_hand import requests_of
 from tests.workers.stub import CONFIG
 from tests.workers.stub import Maker
 from tests.workers.stub import StubWorker
 from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
-from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
 from tests.workers.stub import tokens_of
 

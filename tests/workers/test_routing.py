@@ -11,30 +11,25 @@ from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
 from jaxkv._src.workers.worker_state import WorkerState
-from tests.workers.stub import CONFIG
-from tests.workers.stub import Maker
-from tests.workers.stub import StubWorker
-from tests.workers.stub import expected_of
-from tests.workers.stub import random_prompts
-from tests.workers.stub import requests_of
-from tests.workers.stub import results_of
+from tests.rollout.by_hand import requests_of
+from tests.workers import stub
 
 
 def test_workers_leave_prompts_to_others_with_free_slots():
   all_have_prompts = threading.Barrier(4, timeout=20)
 
-  class Waits(StubWorker):
+  class Waits(stub.StubWorker):
     def advance(self):
       if not self.num_steps:
         all_have_prompts.wait()
       return super().advance()
 
   with workers.Pool(
-    lambda _: Waits(rows=100), 4, config=CONFIG, max_failures=0
+    lambda _: Waits(rows=100), 4, config=stub.CONFIG, max_failures=0
   ) as pool:
     # As many as there are slots.
-    ids = pool.submit(requests_of(random_prompts(16)))
-    assert results_of(pool) == expected_of(ids)
+    ids = pool.submit(requests_of(stub.random_prompts(16)))
+    assert stub.results_of(pool) == stub.expected_of(ids)
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1, 1], [4, 4], [3, 3, 3]])
@@ -62,7 +57,7 @@ def test_no_prompt_waits_for_a_place_without_a_worker():
   assert state.takes_prompts
   state.num_failures = 1
   assert not state.takes_prompts
-  state.worker = StubWorker()
+  state.worker = stub.StubWorker()
   assert state.takes_prompts
   state.leaves = True
   assert not state.takes_prompts
@@ -81,18 +76,18 @@ def test_families_of_prompts_stay_together():
   options = {"capacity": 12 * 4 + 16, "rows": 16}
 
   def hits_of(count, **options):
-    make = Maker(lambda _: StubWorker(**options))
-    with workers.Pool(make, count, config=CONFIG) as pool:
+    make = stub.Maker(lambda _: stub.StubWorker(**options))
+    with workers.Pool(make, count, config=stub.CONFIG) as pool:
       for start in range(0, 1200, 100):
         pool.submit(requests_of(prompts[start : start + 100]))
-      assert len(results_of(pool)) == 1200
+      assert len(stub.results_of(pool)) == 1200
     return sum(worker.hits for worker in make.made)
 
   in_pool = hits_of(4, **options)
   seq = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
   in_turn = 0
   for worker_index in range(4):
-    worker = StubWorker(**options)
+    worker = stub.StubWorker(**options)
     for start in range(worker_index, 1200, 32):
       part = prompts[start : start + 32 : 4]
       worker.submit(requests_of(part), list(range(len(part))))

@@ -4,19 +4,14 @@ import numpy as np
 import pytest
 
 from tests.host.esurge import easydel
+from tests.host.esurge import requests
 from tests.host.esurge.checks import checked_queue
-from tests.host.esurge.requests import EngineRequest
-from tests.host.esurge.requests import admit
-from tests.host.esurge.requests import full
-from tests.host.esurge.requests import leave
-from tests.host.esurge.requests import manager
-from tests.host.esurge.requests import window
 from tests.tools.threads import run_in_threads
 
 
 class TestPages:
   def test_a_new_pool(self):
-    cache = manager(num_pages=5)
+    cache = requests.manager(num_pages=5)
     pool = cache.page_pool
     assert (pool.num_pages, pool.enable_caching) == (5, True)
     assert checked_queue(cache) == [1, 2, 3, 4]
@@ -24,14 +19,14 @@ class TestPages:
     assert len(pool.cached_page_hash_to_page) == 0
 
   def test_get_new_pages(self):
-    cache = manager(num_pages=5)
+    cache = requests.manager(num_pages=5)
     assert cache.page_pool.get_new_pages(0) == []
     assert cache.page_pool.get_new_pages(3) == [1, 2, 3]
     assert cache.host.pages.ref_counts() == [0, 1, 1, 1, 0]
     assert checked_queue(cache) == [4]
 
   def test_free_and_touched_pages_change_the_queue(self):
-    cache = manager(num_pages=5)
+    cache = requests.manager(num_pages=5)
     pool = cache.page_pool
     pool.get_new_pages(3)
     pool.free_pages(reversed([1, 2]))
@@ -42,28 +37,28 @@ class TestPages:
     assert checked_queue(cache) == [4, 1, 2, 3]
 
   def test_reused_pages_are_not_cached(self):
-    cache = manager(num_pages=5)
-    req = EngineRequest("a", range(17))
-    admit(cache, req, new=16)
+    cache = requests.manager(num_pages=5)
+    req = requests.EngineRequest("a", range(17))
+    requests.admit(cache, req, new=16)
     assert len(cache.page_pool.cached_page_hash_to_page) == 4
-    leave(cache, req)
+    requests.leave(cache, req)
     assert cache.page_pool.get_new_pages(1) == [4]
     assert cache.get_computed_pages(req)[1] == 12
     assert len(cache.page_pool.cached_page_hash_to_page) == 3
 
   def test_equal_pages_have_one_hash(self):
-    cache = manager()
+    cache = requests.manager()
     for name in "ab":
-      cache.allocate_slots(EngineRequest(name, range(9)), 9)
+      cache.allocate_slots(requests.EngineRequest(name, range(9)), 9)
     assert cache.host.cached_page_ids() == {1, 2, 4, 5}
     assert len(cache.page_pool.cached_page_hash_to_page) == 2
 
   def test_reset(self):
-    cache = manager()
-    req = EngineRequest("a", range(9))
-    admit(cache, req)
+    cache = requests.manager()
+    req = requests.EngineRequest("a", range(9))
+    requests.admit(cache, req)
     assert not cache.page_pool.reset_prefix_cache()
-    leave(cache, req)
+    requests.leave(cache, req)
     order = checked_queue(cache)
     assert cache.page_pool.reset_prefix_cache()
     assert checked_queue(cache) == order
@@ -73,13 +68,13 @@ class TestPages:
 class TestBesideRequests:
   @pytest.fixture
   def cache(self):
-    return manager(full(), window(9), num_pages=20)
+    return requests.manager(requests.full(), requests.window(9), num_pages=20)
 
   def test_references_of_the_pool_hold_pages(self, cache):
     pool = cache.page_pool
-    req = EngineRequest("a", range(9))
-    admit(cache, req)
-    hit, _ = cache.get_computed_pages(EngineRequest("b", range(9)))
+    req = requests.EngineRequest("a", range(9))
+    requests.admit(cache, req)
+    hit, _ = cache.get_computed_pages(requests.EngineRequest("b", range(9)))
     pool.touch(hit.pages)
     cache.free(req)
     assert cache.host.pages.ref_counts([1, 2, 3]) == [1, 1, 0]
@@ -89,7 +84,7 @@ class TestBesideRequests:
 
   def test_pages_of_the_pool_are_not_allocated(self, cache):
     pages = cache.page_pool.get_new_pages(6)
-    admit(cache, EngineRequest("a", range(9)))
+    requests.admit(cache, requests.EngineRequest("a", range(9)))
     assert cache.get_page_ids("a") == ([7, 8, 9], [10, 11, 12])
     cache.page_pool.free_pages(pages)
     assert checked_queue(cache)[-6:] == [1, 2, 3, 4, 5, 6]
@@ -98,7 +93,7 @@ class TestBesideRequests:
 class TestErrors:
   @pytest.mark.parametrize("count", [2, 100, -1])
   def test_bad_counts_of_new_pages_are_refused(self, count):
-    cache = manager(num_pages=5)
+    cache = requests.manager(num_pages=5)
     cache.page_pool.get_new_pages(3)
     with pytest.raises(ValueError, match="`count` must be at"):
       cache.page_pool.get_new_pages(count)
@@ -107,9 +102,9 @@ class TestErrors:
   @pytest.mark.parametrize("pages", [[1, 2, 2], [3], [1, 3], [5]])
   def test_pages_without_references_are_refused(self, pages):
     """Page 3 is free, page 5 belongs to a request."""
-    cache = manager(num_pages=9)
+    cache = requests.manager(num_pages=9)
     cache.page_pool.get_new_pages(4)
-    admit(cache, EngineRequest("a", range(4)))
+    requests.admit(cache, requests.EngineRequest("a", range(4)))
     cache.page_pool.free_pages([3])
     with pytest.raises(ValueError, match="`page_ids` must name no page more"):
       cache.page_pool.free_pages(pages)
@@ -118,16 +113,16 @@ class TestErrors:
 
   def test_unknown_pages_are_refused(self):
     with pytest.raises(ValueError, match="`page_ids` must be 1 to 4"):
-      manager(num_pages=5).page_pool.touch(([5],))
+      requests.manager(num_pages=5).page_pool.touch(([5],))
 
   @pytest.mark.parametrize("num_pages", [1, 0, -3])
   def test_too_few_pages_are_refused(self, num_pages):
     with pytest.raises(ValueError, match="num_pages` must be at least 2"):
-      manager(num_pages=num_pages)
+      requests.manager(num_pages=num_pages)
 
 
 def test_calls_from_several_threads():
-  cache = manager()
+  cache = requests.manager()
   pool = cache.page_pool
 
   def work(thread):
@@ -146,7 +141,7 @@ def test_random_calls_equal_esurge(seed):
   """The queues are equal after every call of both pools."""
   random = np.random.default_rng(seed)
   reference = easydel.module("core.page_pool").PagePool(20, True)
-  cache = manager(num_pages=20)
+  cache = requests.manager(num_pages=20)
   pool = cache.page_pool
   held_pages: list[int] = []  # a page for each of its references
 

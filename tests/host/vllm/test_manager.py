@@ -234,7 +234,6 @@ class TestPool:
       pool.get_new_blocks(11)
 
   def test_calls_with_a_raising_collector_are_atomic(self):
-    """A call of the pool takes effect completely or not at all."""
 
     class Collector:
       fails = False
@@ -266,7 +265,6 @@ class TestPool:
       assert block.block_hash is not None
 
   def test_oldest_block_of_a_hash_is_found(self, cache):
-    """The oldest block of a name is found until it is evicted."""
     hashes = [b"one", b"two", b"three"]
     for name in "ab":
       admit(cache, request(name, range(8), hashes=hashes))
