@@ -1,6 +1,5 @@
 """The operations that `transitions.py` times, and the states they run on."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -16,24 +15,33 @@ PROMPT = 4096
 PAGES = (4096, 65536, 262144)
 STEPS = 512
 SHORT, LONG = 128, 1008  # tokens of a sequence in decode_step
-WINDOWS = (jaxkv.FullAttention(), *[jaxkv.SlidingWindow(1024)] * 5)
+GROUPS = {
+  "": (jaxkv.FullAttention(),),
+  "hybrid": (jaxkv.FullAttention(), *[jaxkv.SlidingWindow(1024)] * 5),
+  "pools": (jaxkv.FullAttention(), jaxkv.SlidingWindow(1024, pool=1)),
+}
 NUM_LONG = 96  # sequences of a hybrid that are longer than the window
 LONG_HYBRID = (1024, 1536)  # their first and last lengths
 FREED = 16
 FREED_PAGES = 64
 
 
-def config_of(
-  slots: int, pages: int, is_hybrid: bool = False
-) -> jaxkv.CacheConfig:
+def config_of(slots: int, pages: int, mode: str = "") -> jaxkv.CacheConfig:
   """Returns the config of a cache for prompts of PROMPT tokens."""
-  config = jaxkv.CacheConfig(
-    num_pages=pages,
+  groups = GROUPS[mode]
+  return jaxkv.CacheConfig(
+    num_pages=(pages,) * (1 + max(kind.pool for kind in groups)),
     page_size=PAGE_SIZE,
     num_slots=slots,
     pages_per_slot=PROMPT // PAGE_SIZE,
+    groups=groups,
   )
-  return dataclasses.replace(config, groups=WINDOWS) if is_hybrid else config
+
+
+def pages_of_group(config: jaxkv.CacheConfig) -> int:
+  """Returns the pages that each group can have at the same time."""
+  pools = zip(config.numbers.sizes, config.groups_of_pools, strict=True)
+  return min((size - 1) // len(groups) for size, groups in pools)
 
 
 class Op(NamedTuple):
@@ -84,7 +92,7 @@ def full_cache(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
   state = jaxkv.init(config)
   # All groups take the same number of pages. The remaining pages stay uncached,
   # so the cache hands them out first.
-  usable = (config.total_pages - 1) // config.num_groups
+  usable = pages_of_group(config)
   left = usable
   while left > 0:
     lengths = []
@@ -115,7 +123,7 @@ def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
   """Returns a decode step of all slots; no steps if sequences do not fit."""
   slots, page_size = config.num_slots, config.page_size
   lowest, highest = decode_lengths(config, mode)
-  fits = config.num_groups * highest.sum() < config.total_pages * page_size
+  fits = highest.sum() < pages_of_group(config) * page_size
   longest = jnp.asarray(highest)
   nobody = jnp.zeros((4,), jnp.int32)
 

@@ -16,8 +16,9 @@ short: sequences end at 128 tokens (48 at 1,024 slots, to fit every pool). At
   256 slots, two sequences end in a step.
 long: sequences end at 1,008 tokens. In most steps no sequence ends.
 hybrid: one group of full attention and five with a sliding window of 1,024
-  tokens. 96 of 256 sequences have 1,024 to 1,536 tokens. Six of these 96 free
-  pages in each step. The others end at 128 tokens.
+  tokens, in one pool. 96 of 256 sequences have 1,024 to 1,536 tokens. Six of
+  these 96 free pages in each step. The others end at 128 tokens.
+pools: as `hybrid`, with one group for all windowed layers, in another pool.
 all_hit: 255 of 256 pages are hits in the free queue. The page of the last token
   is never a hit, so it is taken.
 none_hit, none_hit_evicting: no page is a hit, so `admit` takes 256 pages.
@@ -134,8 +135,9 @@ def sides_of(slots: int, pages: int) -> list[Side]:
   other_ops = [ops.allocate_op(config), *ops.prompt_ops(config)]
   sides = sides_with(config, [*decode_ops, *other_ops, ops.free_op(config)])
   if (slots, pages) == HYBRID:
-    config = ops.config_of(slots, pages, is_hybrid=True)
-    sides += sides_with(config, [ops.decode_op(config, "hybrid")])
+    for mode in ("hybrid", "pools"):
+      config = ops.config_of(slots, pages, mode)
+      sides += sides_with(config, [ops.decode_op(config, mode)])
   return sides
 
 
