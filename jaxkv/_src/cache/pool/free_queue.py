@@ -197,7 +197,7 @@ def push_back(
   rank, counts = rank_by_pool(queue.numbers, pages, valid)
   # Ranks count from 1, so the first appended page gets the place after the
   # span.
-  position = _position_of(queue, pages, queue.head + queue.span, rank - 1)
+  position = _position_of(queue, pages, queue.head + queue.span - 1, rank)
   return _grown(_write(queue, position, pages, valid, marks, marked), counts)
 
 
@@ -225,7 +225,7 @@ def push(
   # The places before a head near the start of the ring are negative.
   # `_position` then continues at the ring's end.
   offset = jnp.where(
-    to_front, -1 - turn, rank - 1 + queue.numbers.value_of(queue.span, pages)
+    to_front, -1 - turn, rank + queue.numbers.value_of(queue.span - 1, pages)
   )
   position = _position_of(queue, pages, queue.head, offset)
   valid = to_back | to_front

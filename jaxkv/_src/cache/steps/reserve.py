@@ -264,21 +264,20 @@ def in_order(
   # rows fit, the loop does not run. Each iteration finds the first row that
   # does not fit, and counts the pages that the rows before it leave free. It
   # refuses this row, and each later row that does not fit in these free pages.
-  limit = available[None] - keep_free
-  hopeless = asked & jnp.any(need > limit, axis=1)
+  hopeless = asked & jnp.any(need > available[None] - keep_free, axis=1)
 
   def overdrawn(granted: Array) -> Array:
     num_pages = jnp.where(granted[:, None], need, 0)
     num_taken = loops.cumulative_sums(num_pages.T).T
-    return granted & jnp.any(num_taken > limit, axis=1)
+    return granted & jnp.any(num_taken > available[None] - keep_free, axis=1)
 
   def refuse(granted: Array) -> Array:
     rows = jnp.arange(need.shape[0], dtype=jnp.int32)
     exceeds = overdrawn(granted)
     is_before = rows < jnp.min(jnp.where(exceeds, rows, need.shape[0]))
     num_taken = jnp.where((granted & is_before)[:, None], need, 0)
-    num_taken = jnp.sum(num_taken, axis=0, dtype=jnp.int32)[None]
-    fits = jnp.all(need <= limit - num_taken, axis=1)
+    num_left = available - jnp.sum(num_taken, axis=0, dtype=jnp.int32)
+    fits = jnp.all(need <= num_left[None] - keep_free, axis=1)
     return granted & (is_before | fits)
 
   with jax.named_scope("rare/refuse"):
