@@ -84,7 +84,8 @@ class Case(NamedTuple):
   @property
   def config(self) -> jaxkv.CacheConfig:
     """The cache of this row."""
-    return ops.config_of(self.slots, PAGES, self.mode == "hybrid")
+    mode = "hybrid" if self.mode == "hybrid" else "full"
+    return ops.config_of(self.slots, PAGES, mode)
 
 
 CASES = (

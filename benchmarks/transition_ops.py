@@ -16,7 +16,7 @@ PAGES = (4096, 65536, 262144)
 STEPS = 512
 SHORT, LONG = 128, 1008  # tokens of a sequence in decode_step
 GROUPS = {
-  "": (jaxkv.FullAttention(),),
+  "full": (jaxkv.FullAttention(),),
   "hybrid": (jaxkv.FullAttention(), *[jaxkv.SlidingWindow(1024)] * 5),
   "pools": (jaxkv.FullAttention(), jaxkv.SlidingWindow(1024, pool=1)),
 }
@@ -26,7 +26,7 @@ FREED = 16
 FREED_PAGES = 64
 
 
-def config_of(slots: int, pages: int, mode: str = "") -> jaxkv.CacheConfig:
+def config_of(slots: int, pages: int, mode: str = "full") -> jaxkv.CacheConfig:
   """Returns the config of a cache for prompts of PROMPT tokens."""
   groups = GROUPS[mode]
   return jaxkv.CacheConfig(
