@@ -17,7 +17,7 @@ _FOLDER = _ROOT / "benchmarks"
   "name",
   [
     "host_manager",
-    "transitions",
+    pytest.param("transitions", marks=pytest.mark.deep),
     pytest.param("attention", marks=pytest.mark.deep),
     pytest.param("peers", marks=pytest.mark.deep),
     pytest.param("rollout", marks=pytest.mark.deep),
