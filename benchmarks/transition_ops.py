@@ -30,7 +30,7 @@ def config_of(slots: int, pages: int, mode: str = "full") -> jaxkv.CacheConfig:
   """Returns the config of a cache for prompts of PROMPT tokens."""
   groups = GROUPS[mode]
   return jaxkv.CacheConfig(
-    num_pages=(pages,) * (1 + max(kind.pool for kind in groups)),
+    num_pages=(pages,) * (1 + max(group_kind.pool for group_kind in groups)),
     page_size=PAGE_SIZE,
     num_slots=slots,
     pages_per_slot=PROMPT // PAGE_SIZE,
@@ -40,8 +40,9 @@ def config_of(slots: int, pages: int, mode: str = "full") -> jaxkv.CacheConfig:
 
 def pages_of_group(config: jaxkv.CacheConfig) -> int:
   """Returns the pages that each group can have at the same time."""
+  # The first page of a pool is never given to a sequence.
   pools = zip(config.numbers.sizes, config.groups_of_pools, strict=True)
-  return min((size - 1) // len(groups) for size, groups in pools)
+  return min((num_pages - 1) // len(groups) for num_pages, groups in pools)
 
 
 class Op(NamedTuple):

@@ -112,8 +112,8 @@ def sized_config(
 ) -> CacheConfig:
   """Implements `jaxkv.models.cache_config` for layer groups.
 
-  `page_bytes` is bytes of a page of each pool, for `memory` and for an
-  `OffloadPolicy`; 0 for those in `options`.
+  `page_bytes` has the bytes of a page of each pool, for `memory` and for an
+  `OffloadPolicy`; 0 to read them from `options`.
   """
   num_slots = as_count("num_slots", num_slots, 1)
   max_length = as_count("max_length", max_length, 1)

@@ -63,8 +63,8 @@ def last_end(
 ) -> Array:
   """Finds the column of the last state at a page end, for each row and group.
 
-  Ignores states after `lengths`, int32[R], tokens, at least 0. Returns int32[R,
-  G]; -1 for no such state, and for groups that are not recurrent.
+  Ignores states of more than `lengths`, int32[R], tokens. Returns int32[R, G];
+  -1 for no such state, and for groups that are not recurrent.
   """
   columns = jnp.arange(table.shape[-1], dtype=jnp.int32)
   last_columns = []
@@ -98,9 +98,10 @@ def num_pages(
 def can_continue(
   config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
 ) -> Array:
-  """Returns bool[R]: rows that hold the recurrent states after some tokens.
+  """Finds rows with the recurrent states of their first `tokens` tokens.
 
-  These are `tokens`, int32[R], from 0 to `length`, the tokens of the sequences.
+  `tokens`, int32[R], is at most `length`, the tokens of the sequences. Returns
+  bool[R].
   """
   if not has_states(config):
     return tokens >= 0

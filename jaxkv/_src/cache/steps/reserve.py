@@ -255,15 +255,18 @@ def grant(
 def in_order(
   need: Array, asked: Array, available: Array, keep_free: Array
 ) -> Array:
-  """Returns bool[R]: the served rows of `asked`, without those that do not fit.
+  """Serves the rows of `asked`, bool[R], in order; skips those that do not fit.
 
-  Row r fits if `need[r]`, int32[P], pages are `available`, int32[P], and leave
-  `keep_free[r]`, int32[P], pages. No number is negative.
+  A row fits if `need` + `keep_free`, int32[R, P], pages of each pool are free
+  at its turn. `available`, int32[P], are free at the first one. No number is
+  negative. Returns bool[R], the rows served.
   """
   # Rows that do not fit even alone are refused before the loop. If all other
   # rows fit, the loop does not run. Each iteration finds the first row that
   # does not fit, and counts the pages that the rows before it leave free. It
   # refuses this row, and each later row that does not fit in these free pages.
+  # The limits are computed where they are used, because as a value from outside
+  # of the loop they would be an array of their own, written in each call.
   hopeless = asked & jnp.any(need > available[None] - keep_free, axis=1)
 
   def overdrawn(granted: Array) -> Array:

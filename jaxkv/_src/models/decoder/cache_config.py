@@ -96,6 +96,7 @@ def cache_config(
     (85, 854)
   """
   groups = cache_groups(decoder)
+  # A page has as many bytes in a small cache as in a large one.
   smallest = sized_config(
     groups, num_slots=1, max_length=1, page_size=page_size
   )
