@@ -142,33 +142,33 @@ def grow(
   num_columns = jnp.stack(
     [jnp.sum(part.counts, dtype=jnp.int32) for part in ranges_of_pools]
   )
-  first_items = jnp.cumsum(num_columns, dtype=jnp.int32) - num_columns
+  end_items = jnp.cumsum(num_columns, dtype=jnp.int32)
 
   # This loop cannot be a `for_each`, because an iteration can pop fewer pages
   # than its window has entries, for example if some entries are stale.
   def trip(loop, *, is_first: bool = False):
-    done, evicted, pool, table = loop
+    num_left, evicted, pool, table = loop
     window = loops.GPU_WINDOW if is_first else loops.WINDOW
     pool, popped = page_pool.pop(
-      pool, num_columns - done, window=window, without_loops=is_first
+      pool, num_left, window=window, without_loops=is_first
     )
-    # The columns are filled in order, so the ranks continue from `done`.
+    # The columns are filled in order, so the last `num_left` ones of a pool are
+    # still empty.
     item = popped.rank + pool.queue.numbers.value_of(
-      first_items + done, popped.pages
+      end_items - num_left, popped.pages
     )
     items = loops.locate(filled_ranges.counts, item)
     cell = place_of(filled_ranges, items._replace(valid=popped.valid))
     table = indexing.put(table, *cell, values=popped.pages)
-    done = done + popped.counts
-    return done, evicted + popped.num_evicted, pool, table
+    num_left = num_left - popped.counts
+    return num_left, evicted + popped.num_evicted, pool, table
 
-  zero = sharding.zeros_like(num_columns)
   first_trip = functools.partial(trip, is_first=True)
-  start = zero, zero[0], pool, table
+  start = num_columns, sharding.zeros_like(num_columns[0]), pool, table
   start = loops.on_gpu(first_trip, lambda loop: loop, start)
   with jax.named_scope("rare/rest"):
     _, evicted, pool, table = lax.while_loop(
-      lambda loop: jnp.any(loop[0] < num_columns), trip, start
+      lambda loop: jnp.any(loop[0] > 0), trip, start
     )
   return pool, table, evicted
 
