@@ -307,9 +307,9 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   # A host call that refuses a request is no failed row, and the host does not
   # look for tokens that only some groups have.
   fields |= {
-    f"stats.{name}": getattr(state.stats, name)
-    for name in jaxkv.results.Stats.names()
-    if name not in ("failed_rows", "unusable_tokens")
+    f"stats.{name}": count
+    for name, count in vars(state.stats).items()
+    if name not in ("failed_rows", "unusable_tokens") and count is not None
   }
   is_occupied: Any = np.asarray(state.num_pages).any(axis=1)
   if state.hashes is not None and pool.index is not None:

@@ -29,6 +29,7 @@ from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix.hashing import SlotHashes
+from jaxkv._src.cache.stats import COUNTERS
 from jaxkv._src.cache.stats import Stats
 from jaxkv._src.cache.stats import counted
 
@@ -147,7 +148,7 @@ class CacheState:
       without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
     pool: reference counts, free queues and prefix index of all pools' pages.
-    stats: counters; `jaxkv.stats` adds the counters of offload pages.
+    counts: the counters of `stats`.  # uint32[8]
     epoch: the version of the weights; `new_epoch` adds 1.  # uint32[]
     error: the `Status` of the first failure, see `sticky`.  # int32[]
   """
@@ -161,9 +162,15 @@ class CacheState:
   root: Array | None
   hashes: SlotHashes | None
   pool: PoolState
-  stats: Stats
+  counts: Array
   epoch: Array
   error: Array
+
+  @property
+  def stats(self) -> Stats:
+    """The counters; `jaxkv.stats` adds those of offload pages."""
+    counts = [self.counts[..., counter] for counter in range(len(COUNTERS))]
+    return Stats(**dict(zip(COUNTERS, counts, strict=True)))
 
   def __repr__(self) -> str:
     return describe(self, Status)
@@ -251,7 +258,6 @@ def empty(
 ) -> CacheState:
   """Returns an empty cache with the given version and secrets."""
   rows = (config.num_slots, config.num_groups)
-  counters = {name: jnp.zeros((), jnp.uint32) for name in Stats.names()}
   return CacheState(
     config=config,
     page_table=jnp.full(
@@ -264,7 +270,7 @@ def empty(
     root=root,
     hashes=hashing.init_slots(config),
     pool=page_pool.init(config),
-    stats=Stats(**counters),
+    counts=jnp.zeros((len(COUNTERS),), jnp.uint32),
     epoch=epoch,
     error=jnp.zeros((), jnp.int32),
   )
@@ -445,7 +451,7 @@ def _record(result: Any) -> Any:
   failed = is_failure(out.code)
   state = dataclasses.replace(
     state,
-    stats=counted(state.stats, failed_rows=failed),
+    counts=counted(state.counts, failed_rows=failed),
     error=sticky(state.error, out.code),
   )
   return state, out

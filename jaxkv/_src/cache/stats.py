@@ -46,26 +46,27 @@ class Stats:
   forgotten_pages: Array | None = None
   dropped_pages: Array | None = None
 
-  @classmethod
-  def names(cls) -> list[str]:
-    """Returns the names of the counters that every cache has."""
-    return [
-      field.name
-      for field in dataclasses.fields(cls)
-      if field.default is dataclasses.MISSING
-    ]
-
   def __sub__(self, earlier: "Stats") -> "Stats":
     """Returns the counts between two readings."""
     return jax.tree.map(lambda end, start: end - start, self, earlier)
 
 
-def counted(stats: Stats, **amounts: Array) -> Stats:
+COUNTERS = tuple(
+  field.name
+  for field in dataclasses.fields(Stats)
+  if field.default is dataclasses.MISSING
+)
+"""The names of the counters that every cache has, in the order of `counts`."""
+
+
+def counted(counts: Array, **amounts: Array) -> Array:
   """Adds the sum of each keyword argument to the counter of the same name."""
-  return dataclasses.replace(
-    stats,
-    **{
-      name: getattr(stats, name) + jnp.sum(amount, dtype=jnp.uint32)
-      for name, amount in amounts.items()
-    },
+  # One array of all counters, because an array for each would be one more small
+  # kernel for each in every step.
+  zero = jnp.zeros((), jnp.uint32)
+  return counts + jnp.stack(
+    [
+      jnp.sum(amounts[name], dtype=jnp.uint32) if name in amounts else zero
+      for name in COUNTERS
+    ]
   )

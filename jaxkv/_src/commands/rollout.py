@@ -274,9 +274,9 @@ def largest_difference(
 def _metrics(state: rollout.RolloutState) -> dict[str, Any]:
   """Returns the sizes and counters of the rollout and its cache."""
   config = state.memory.cache.config
-  stats = state.memory.cache.stats
+  stats = vars(state.memory.cache.stats)
   counts = vars(state.counters) | {
-    name: getattr(stats, name) for name in stats.names()
+    name: count for name, count in stats.items() if count is not None
   }
   return {
     "sequences": state.queue.size,

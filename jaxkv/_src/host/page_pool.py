@@ -8,7 +8,7 @@ from typing import Any
 from typing import Protocol
 
 from jaxkv._src.arrays.arguments import as_int
-from jaxkv._src.cache.stats import Stats
+from jaxkv._src.cache.stats import COUNTERS
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.config import ManagerOptions
 from jaxkv._src.host.free_list import FreeList
@@ -77,7 +77,7 @@ class HostPool:
     released: the clock when each page's last reference was removed; None if
       ages are not tracked.
     lifetime, idle: evicted pages by age, see `PrefixCacheStats`.
-    counts: the counters of `Stats.names()`.
+    counts: one for each of `COUNTERS`.
     listeners: the `PageListener`s to call.
     saved: the offloaded pages; None without `CacheConfig.offload_pages`.
     index: for each group, a dictionary from a digest to the cached pages with
@@ -103,7 +103,7 @@ class HostPool:
     self.released = [0] * num_pages if options.track_residency else None
     self.lifetime = [0] * NUM_BINS
     self.idle = [0] * NUM_BINS
-    self.counts = dict.fromkeys(Stats.names(), 0)
+    self.counts = dict.fromkeys(COUNTERS, 0)
     self.listeners: list[PageListener] = []
     self.saved = SavedPages(config, undo_log) if config.offload_pages else None
     self.index: list[Index] = [{} for _ in range(config.num_groups + 1)]

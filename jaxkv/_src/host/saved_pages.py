@@ -16,7 +16,7 @@ from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.free_list import FreeList
 
-COUNTERS: tuple[str, ...] = ("saved", "restored", "forgotten", "dropped")
+SAVED_COUNTERS: tuple[str, ...] = ("saved", "restored", "forgotten", "dropped")
 """The names of the counters; `jaxkv.Stats` calls them `saved_pages` etc."""
 
 
@@ -31,7 +31,7 @@ class SavedPages:
       page, the offload page to which it is saved, and the offload page from
       which it is restored; `Moves.NONE` for no offload page.
     num_taken: the number of moves that `take_moves` returned before.
-    counts: the value of each counter in `COUNTERS`.
+    counts: the value of each counter in `SAVED_COUNTERS`.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
@@ -42,7 +42,7 @@ class SavedPages:
     self.queue = FreeList(range(1, count + 1), count + 1, undo_log)
     self.moves: list[tuple[int, int, int]] = []
     self.num_taken = 0
-    self.counts = dict.fromkeys(COUNTERS, 0)
+    self.counts = dict.fromkeys(SAVED_COUNTERS, 0)
 
   def is_offloaded(self, page: int) -> bool:
     """True for the number of an offload page."""

@@ -359,7 +359,7 @@ def _with_spare_slots(state: CacheState, num_slots: int) -> CacheState:
   config = dataclasses.replace(state.config, num_slots=num_slots)
   spare_cache = empty_cache(config, state.epoch, state.secret, state.root)
   return dataclasses.replace(
-    spare_cache, pool=state.pool, stats=state.stats, error=state.error
+    spare_cache, pool=state.pool, counts=state.counts, error=state.error
   )
 
 
@@ -381,5 +381,5 @@ def _take_slots(
     for name in names
   }
   return dataclasses.replace(
-    state, pool=spare_cache.pool, stats=spare_cache.stats, **fields
+    state, pool=spare_cache.pool, counts=spare_cache.counts, **fields
   )

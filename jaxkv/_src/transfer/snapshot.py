@@ -30,7 +30,7 @@ FORMAT = 1
 
 # A snapshot without pages has only these arrays of the memory.
 _IDENTITY = tuple(
-  f".memory.cache.{name}" for name in ("secret", "root", "epoch", "stats")
+  f".memory.cache.{name}" for name in ("secret", "root", "epoch", "counts")
 )
 
 

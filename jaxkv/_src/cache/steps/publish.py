@@ -164,8 +164,8 @@ def publish(
     page_table=done.page_table,
     hashes=dataclasses.replace(hashes, chain=done.chain, tail=tail),
     pool=done.pool,
-    stats=counted(
-      state.stats,
+    counts=counted(
+      state.counts,
       published_pages=done.num_published,
       merged_pages=done.num_merged,
     ),

@@ -204,8 +204,8 @@ def take(
     page_table=table,
     num_pages=num_pages,
     pool=pool,
-    stats=counted(
-      state.stats, popped_pages=plan.num_fresh, evicted_pages=evicted
+    counts=counted(
+      state.counts, popped_pages=plan.num_fresh, evicted_pages=evicted
     ),
   )
 
@@ -355,7 +355,7 @@ def hold_hits(
   loop = state.pool, pages, sharding.zeros_like(pages[0])
   pool, pages, evicted = loops.at_most_once(jnp.any(mask), hold, loop)
   state = dataclasses.replace(
-    state, pool=pool, stats=counted(state.stats, evicted_pages=evicted)
+    state, pool=pool, counts=counted(state.counts, evicted_pages=evicted)
   )
   return state, pages.reshape(hits.shape)
 

@@ -260,8 +260,8 @@ def admit_found(
       boundary=prefix.boundary,
       shared_tokens=shared_tokens,
     ),
-    stats=counted(
-      state.stats,
+    counts=counted(
+      state.counts,
       queried_tokens=jnp.where(is_served, lengths, 0),
       hit_tokens=cached,
       unusable_tokens=jnp.where(

@@ -11,10 +11,10 @@ from jaxkv._src.cache.pool.offload_pages import OffloadPages
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.stats import Stats
+from jaxkv._src.cache.stats import COUNTERS
 from jaxkv._src.host.bridge import free_queue
 from jaxkv._src.host.bridge import slot_hashes
-from jaxkv._src.host.saved_pages import COUNTERS
+from jaxkv._src.host.saved_pages import SAVED_COUNTERS
 from jaxkv._src.host.saved_pages import SavedPages
 from jaxkv._src.host.saved_pages import as_arrays
 from jaxkv._src.host.state import HostState
@@ -48,7 +48,6 @@ def to_device(state: HostState) -> CacheState:
       num_pages[sequence.slot, group] = len(pages)
     skipped[sequence.slot] = sequence.skipped
     length[sequence.slot] = sequence.length
-  counts = {name: _words(count) for name, count in state.pool.counts.items()}
   # `Any`, because the fields of `CacheState` are annotated as JAX arrays.
   make: Any = CacheState
   built = make(
@@ -62,7 +61,7 @@ def to_device(state: HostState) -> CacheState:
     # Before `hashes`, so that the keys of all pages are computed in one pass.
     pool=_pool(state),
     hashes=keys and slot_hashes.of_sequences(state, keys, held),
-    stats=Stats(**counts),
+    counts=_words([state.pool.counts[name] for name in COUNTERS]),
     epoch=_words(keys.epoch if keys else 0),
     # A manager raises exceptions and records no error.
     error=np.int32(Status.OK),
@@ -101,5 +100,5 @@ def _offload_pages(config: CacheConfig, saved: SavedPages) -> OffloadPages:
     moves=as_arrays([], config.total_pages, saved.num_taken),
     # A manager has no epochs, so no page is stale.
     stale_before=_words(0),
-    **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},
+    **{f"num_{name}": _words(saved.counts[name]) for name in SAVED_COUNTERS},
   )
