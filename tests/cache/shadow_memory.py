@@ -237,6 +237,23 @@ class ShadowMemory:
       inside = np.arange(content.shape[1])[None] < lengths
     return inside & exists & (content != self._in_group(expected, group))
 
+  def lacks_state(self, group: int, names: np.ndarray) -> np.ndarray:
+    """bool[B]: slots without the state after their last name, int64[B, T]."""
+    page_size = self.config.page_sizes[group]
+    table = self.table[:, group]
+    last_token = np.maximum(self.length - 1, 0)
+    column = last_token // page_size
+    if self.config.state_retention is not None:
+      # A state that is not at a page end is in the last column in use.
+      num_columns = np.sum(table != self.config.no_page, axis=1)
+      column = np.where(self.length % page_size, num_columns - 1, column)
+    slots = np.arange(len(table))
+    pages = table[slots, column]
+    expected = self._in_group(names[slots, last_token], group)
+    holds_state = (pages > 0) & (pages != self.config.no_page)
+    holds_state &= self.content[pages, 0] == expected
+    return (self.length > 0) & ~holds_state
+
   def missing(self, group: int) -> np.ndarray:
     """bool[B, M]: columns of slots without a page that the next token needs."""
     group_kind = self.config.groups[group]

@@ -326,11 +326,13 @@ class User:
     for group, group_kind, page_size in self._groups():
       pages = self.memory.table[:, group, : slot_tokens // page_size]
       wrong = self.memory.wrong(group, pages, names, lengths)
-      missing = self.memory.missing(group)
-      if group_kind.holds_states:
-        missing &= ~lost[:, None]
       _need(not wrong.any(), f"group {group} holds other tokens")
-      _need(not missing.any(), f"group {group} lacks pages that it needs")
+      if group_kind.holds_states:
+        lacking = self.memory.lacks_state(group, names) & ~lost
+        _need(not lacking.any(), f"group {group} lacks a state")
+      else:
+        missing = self.memory.missing(group)
+        _need(not missing.any(), f"group {group} lacks pages that it needs")
     self.counts["sequences checked"] += int(np.sum(lengths > 0))
 
   def _check_length(self, num_hit: int, length: int):

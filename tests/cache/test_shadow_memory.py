@@ -87,7 +87,8 @@ _LIKE_OTHERS = {
 }
 _CACHES = [
   pytest.param(name, marks=pytest.mark.deep)
-  if name in (SETUPS.keys() - {"hybrid", "windows"}) | _LIKE_OTHERS
+  if name
+  in (SETUPS.keys() - {"hybrid", "windows", "retained_offload"}) | _LIKE_OTHERS
   else name
   for name in SHADOWED
 ]
