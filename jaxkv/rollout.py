@@ -54,8 +54,10 @@ are pure and can be called inside `jit`. Unless a function says otherwise, an
 argument raises TypeError if its type or dtype is wrong, and ValueError if its
 shape is wrong.
 
-Call `generate` inside `jit`, with the state donated. Outside of `jit`, every
-call compiles again, for about 15 s.
+`generate` compiles its loop for about 15 s, once for equal shapes, options and
+functions. A function made anew for each call, such as a lambda, is another one;
+a `functools.partial` with equal arguments is not. Call `generate` inside `jit`
+with the state donated, so that the K/V memory is updated in place.
 
 A cache can have several pools of pages, see `jaxkv.models.cache_config`. A
 sequence is admitted, and continues, only while all pools have pages for it.

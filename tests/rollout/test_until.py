@@ -1,5 +1,7 @@
 """Limits of a call of `generate`, and the state that it leaves."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,26 @@ def test_call_ends_after_complete_groups(count):
   whole = _generate(_begun(), _until())
   state = _generate(stopped, _until())
   np.testing.assert_array_equal(state.queue.tokens, whole.queue.tokens)
+
+
+def test_equal_calls_outside_of_jit_trace_the_model_once():
+  traced_names = []
+
+  def named(params, batch, kv, *, name):
+    traced_names.append(name)
+    return _model(params, batch, kv)
+
+  def run(name: str) -> int:
+    """Returns the number of times that a call traced the model."""
+    num_before = len(traced_names)
+    model = functools.partial(named, name=name)
+    state = rollout.generate(None, _begun(), _until(steps=2), model=model)
+    assert int(state.counters.steps) == 2
+    return len(traced_names) - num_before
+
+  assert run("first") > 0
+  assert run("first") == 0
+  assert run("second") > 0
 
 
 def test_is_new_marks_each_sequence_once():

@@ -1,6 +1,7 @@
 """generate: runs steps of a rollout in a loop on the device."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.hooks import check_numerics
 from jaxkv._src.engine.hooks import vocab_size_of
@@ -77,7 +79,8 @@ def generate(
   `RolloutConfig.decode_steps` means fewer iterations. Jit this function with
   the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
-  the K/V memory is updated in place.
+  the K/V memory is updated in place. Outside of `jit`, calls with equal shapes
+  and functions compile once, but each of them copies the K/V memory.
 
   A sequence gets the status FAILED if it can never be admitted, if it needs
   more pages than can become free, or if the log-prob of its next token is not
@@ -115,7 +118,20 @@ def generate(
     state.queue.length,
     vocab_size=vocab_size_of(model),
   )
-  limits = as_until(until)
+  functions = tuple(map(StaticFunction, (model, process, draft)))
+  return _generate(params, state, as_until(until), functions)
+
+
+# Inlined into the caller's program. Outside of `jit`, calls with equal shapes
+# and functions share one program.
+@functools.partial(jax.jit, static_argnums=3, inline=True)
+def _generate(
+  params: Any,
+  state: RolloutState,
+  limits: Until,
+  functions: tuple[StaticFunction, ...],
+) -> RolloutState:
+  model, process, draft = (static.function for static in functions)
   buffers = _init_buffers(params, state, model)
   params, state, limits, buffers = sharding.match_varying_axes(
     (params, state, limits, buffers)

@@ -1,5 +1,7 @@
 """Protocols of a caller's functions, their arguments, and checks of results."""
 
+import functools
+from collections.abc import Hashable
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
@@ -127,6 +129,31 @@ def rows_of(queue: Queue, queue_rows: Array) -> Rows:
       lambda leaf: indexing.take(leaf, queue_rows), queue.extra
     ),
   )
+
+
+class StaticFunction:
+  """A function as a static argument of `jax.jit`.
+
+  JAX compares functions by identity, and so would compile again for each new
+  `functools.partial`. Here, partials of one function with equal arguments are
+  equal.
+  """
+
+  def __init__(self, function: Any):
+    self.function = function
+    self._key: Any = function
+    if isinstance(function, functools.partial):
+      keywords = tuple(sorted(function.keywords.items()))
+      bound = *function.args, *(value for _, value in keywords)
+      # Arrays cannot be hashed, and then the partial is compared by identity.
+      if all(isinstance(value, Hashable) for value in bound):
+        self._key = function.func, function.args, keywords
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, StaticFunction) and self._key == other._key
+
+  def __hash__(self) -> int:
+    return hash(self._key)
 
 
 def check_model(model: Any, config: RolloutConfig) -> None:
