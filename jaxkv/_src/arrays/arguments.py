@@ -382,11 +382,8 @@ def check_sizes(
 def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
   """Raises ValueError unless the shapes of a verb's arguments agree.
 
-  Args:
-    arguments: the arguments by name; None for an omitted argument.
-    lead: the name of the argument that defines the rows. For "pages", each page
-      is a row. For "slots" with the value None, the rows are all B slots.
-    num_slots: B, the number of slots.
+  The argument `lead` defines the rows. For "pages", each page is a row. For
+  "slots" with the value None, the rows are all B = `num_slots` slots.
   """
   lead_value = arguments.get(lead)
   meaning = f", one for each row of `{lead}`"

@@ -37,15 +37,11 @@ def whole_number(lower: int, upper: int) -> Callable[[str], int]:
 
 
 def check_writable(path: str | None, *inputs: str | None) -> None:
-  """Checks that a result can be written, before the work starts.
-
-  Args:
-    path: the file; None if no file is to be written.
-    *inputs: files that the command reads.
+  """Checks that a result can be written to `path`, before the work starts.
 
   Raises:
     CommandError: the folder is missing or read-only, or `path` is one of the
-      inputs, or it exists and is not a regular file.
+      `inputs`, or it exists and is not a regular file.
   """
   if path is None:
     return

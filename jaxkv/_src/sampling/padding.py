@@ -21,15 +21,9 @@ def as_lists(
 ) -> list[Any]:
   """Returns Q lists, one for each sequence; repeats a single list Q times.
 
-  Args:
-    name: the argument's name, for error messages.
-    value: one list for all sequences, or a list of Q such lists.
-    num_sequences: Q, the number of sequences.
-    depth: the nesting depth of the list of one sequence.
-
-  Raises:
-    TypeError: the nesting depth is neither `depth` nor `depth + 1`.
-    ValueError: the number of lists is not Q.
+  The list of one sequence has the nesting `depth`. Raises TypeError for a list
+  that is nested neither so deep nor one level deeper, and ValueError unless
+  there are Q lists. `name` is the argument's name in the message.
   """
   if _is_nested(value, depth + 1) and len(value):
     if len(value) != num_sequences:
