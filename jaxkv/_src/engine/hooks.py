@@ -47,7 +47,8 @@ class Model(Protocol):
   It writes the keys and values of all tokens into the memory, attends through
   `jaxkv.kv`, and returns logits of the columns that need them. From the logits
   of all tokens, `logits[0].at[batch.columns].get(mode="clip")` selects them.
-  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`. If the
+  bound `config` has exact numerics, tokens are sampled with them, too.
   """
 
   def __call__(
@@ -147,14 +148,9 @@ def check_model(model: Any, config: RolloutConfig) -> None:
     )
 
 
-def check_numerics(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if the `config` bound in `model` has other numerics."""
-  numerics = getattr(_keyword(model, "config"), "numerics", None)
-  if numerics is not None and numerics != config.numerics:
-    raise ValueError(
-      f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
-      f'"{config.numerics}".'
-    )
+def is_exact(model: Model) -> bool:
+  """Returns True if the `config` bound in `model` has exact numerics."""
+  return getattr(_keyword(model, "config"), "numerics", None) == "exact"
 
 
 def vocab_size_of(model: Model) -> int | None:

@@ -22,7 +22,6 @@ _OPTIONS = (
   "entropy",
   "top_log_probs",
   "prompt_log_probs",
-  "numerics",
   "record_experts",
 )
 
