@@ -89,11 +89,10 @@ class Items(NamedTuple):
 
 
 def locate(counts: Array, item: Array) -> Items:
-  """Finds the range that contains each item, and the item's offset in it.
+  """Finds the range of each item, and the item's offset in it.
 
-  Args:
-    counts: int32[X], the number of items in each range.
-    item: int32[W], 0-based positions among all items.
+  The ranges have `counts`, int32[X], items. `item`, int32[W], are 0-based
+  positions among all items.
   """
   ends = cumulative_sum(counts)
   # An accelerator compares all pairs in one kernel. A binary search would need

@@ -166,13 +166,8 @@ def _keyword(model: Any, name: str) -> Any:
 def check_result(logits: Any, new_kv: Any, kv: Pools, num_columns: int) -> None:
   """Raises unless a model returned float[X, V] and the updated memory.
 
-  `new_kv` is None if the model writes nothing.
-
-  Raises:
-    TypeError: `logits` is not an array of floats, or the structure, shapes or
-      dtypes of `new_kv` are not those of `kv`.
-    ValueError: the logits have another shape, or the model did not write a pool
-      of K/V or states, but returned the pool that it received.
+  `new_kv` is None if the model writes nothing. A model that returns a pool of
+  K/V or states as it received it did not write it.
   """
   hint = "let `model` return (logits, kv), in this order"
   check_type("logits", logits, jax.Array | np.ndarray, "an array", hint)

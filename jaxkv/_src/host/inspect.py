@@ -52,8 +52,13 @@ class Inspection:
   ) -> int:
     """Counts the pages that a request needs in addition to those that it holds.
 
-    Recurrent groups need states for `num_state_tokens`; None for `num_tokens`.
-    `capped` counts at most `most_pages` for a group without states.
+    Args:
+      request_id: a request, with or without pages.
+      num_tokens: tokens that need pages.
+      num_state_tokens: tokens that need states in recurrent groups; None for
+        `num_tokens`.
+      num_encoder_tokens: encoder tokens that need pages.
+      capped: True to count at most `most_pages` for a group without states.
     """
     if num_state_tokens is None:
       num_state_tokens = num_tokens
