@@ -200,30 +200,27 @@ def check_processed(
       "the `extra` that it received if it changes only logits."
     )
   new_logits, new_extra = results
-  for name, value, received in (
-    ("logits", new_logits, logits),
-    ("extra", new_extra, extra),
-  ):
-    received_shapes = _shapes(received)
-    returned_shapes = _shapes(value)
-    if jax.tree.flatten(received_shapes) != jax.tree.flatten(returned_shapes):
-      raise TypeError(
-        f"`{name}` that `process` returns must have the structure, shapes and "
-        f"dtypes of the `{name}` that it received, {received_shapes}, got "
-        f"{returned_shapes}."
-      )
+  _check_shapes("process", "logits", new_logits, logits)
+  _check_shapes("process", "extra", new_extra, extra)
   return new_logits, new_extra
 
 
-def _check_memory(new_kv: Any, kv: Pools) -> None:
-  received_shapes = _shapes(kv)
-  returned_shapes = _shapes(new_kv)
-  if received_shapes != returned_shapes:
+def _check_shapes(
+  function: str, name: str, value: Any, received: Any, *, hint: str = ""
+) -> None:
+  received_shapes = _shapes(received)
+  shapes = _shapes(value)
+  if jax.tree.flatten(received_shapes) != jax.tree.flatten(shapes):
     raise TypeError(
-      "`kv` that `model` returns must have the structure, shapes and dtypes of "
-      f"the `kv` that it received, {received_shapes}, got {returned_shapes}; "
-      "return the memory after the last `write`."
+      f"`{name}` that `{function}` returns must have the structure, shapes and "
+      f"dtypes of the `{name}` that it received, {received_shapes}, got "
+      f"{shapes}{hint}."
     )
+
+
+def _check_memory(new_kv: Any, kv: Pools) -> None:
+  hint = "; return the memory after the last `write`"
+  _check_shapes("model", "kv", new_kv, kv, hint=hint)
   for pool, new_pool in zip(pools_of(kv), pools_of(new_kv), strict=True):
     # A model without experts does not write `ExpertIdPages`.
     if not isinstance(pool, KVPages | StatePages):
