@@ -61,9 +61,9 @@ def last_tokens_of(
 ) -> Array:
   """Gathers the last X tokens of R sequences, with -1 before the first token.
 
-  Row i reads `lengths[i]` tokens of row `sequences[i]` of `tokens`, int32[Q,
-  W]; an empty row has an index out of range. Returns int32[R, X], with the last
-  token in the last column, for X = `count`.
+  Row i reads `lengths[i]` tokens of row `sequences[i]` of int32[Q, W]; an empty
+  row has an index out of range. Returns int32[R, X], with the last token in the
+  last column, for X = `count`.
   """
   column = lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
   return indexing.take(tokens, sequences[:, None], column, fill=PADDING)
