@@ -29,6 +29,5 @@ def probabilities(logits, sampling):
   if weights.greedy is None:
     return shares
   column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-  best = reductions.first_of(weights.logits == weights.best)
-  is_best = (column[None] == best[:, None]).astype(jnp.float32)
-  return jnp.where(weights.greedy[:, None], is_best, shares)
+  best = column[None] == sample_module._most_likely(weights)[:, None]
+  return jnp.where(weights.greedy[:, None], best.astype(jnp.float32), shares)

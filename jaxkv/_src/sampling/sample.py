@@ -296,8 +296,7 @@ def _sample_or_greedy(
     return _sample(keys, counts, weights, masses)
 
   def select(sampled: Array) -> Array:
-    best = reductions.first_of(weights.logits == weights.best)
-    return jnp.where(greedy, best, sampled)
+    return jnp.where(greedy, _most_likely(weights), sampled)
 
   def with_conditions() -> Array:
     # If all rows are greedy, no row is sampled; if none is, no argmax is taken.
@@ -311,6 +310,10 @@ def _sample_or_greedy(
   return lax.platform_dependent(
     cpu=with_conditions, default=lambda: select(sample())
   )
+
+
+def _most_likely(weights: _Weights) -> Array:
+  return reductions.first_of(weights.logits == weights.best)
 
 
 def _sample(
