@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import __main__ as command_line
 from jaxkv import models
 from jaxkv import rollout
+from tests.models import tiny_decoders as tiny
 
 
 def _public_modules():
@@ -92,15 +93,7 @@ def test_profiles_name_verbs_steps_and_layers():
   cache_config = jaxkv.CacheConfig(
     num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
   )
-  decoder = models.llama(
-    vocab_size=5,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    mlp_dim=8,
-  )
+  decoder = tiny.llama(vocab_size=5)
   state = rollout.init(
     jaxkv.init(cache_config),
     models.init_kv(decoder, cache_config),

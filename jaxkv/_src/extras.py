@@ -7,16 +7,8 @@ from typing import Any
 def extra_package(name: str, *, install: str, task: str) -> Any:
   """Imports an optional package, or one of its modules.
 
-  Args:
-    name: the module to import.
-    install: the argument for `pip install`.
-    task: the start of the error message, such as "To read a .gguf file".
-
-  Returns:
-    The module.
-
-  Raises:
-    ImportError: the package, or a dependency of it, is not installed.
+  `install` is the argument for `pip install`, and `task` begins the message of
+  the ImportError if the package, or a dependency of it, is not installed.
 
   Examples:
     >>> extra_package("no_such", install="jaxkv[hf]", task="To read nothing")

@@ -17,6 +17,7 @@ from jaxkv._src.commands import characters
 from jaxkv._src.commands import rollout as command
 from jaxkv._src.commands.output import CommandError
 from tests.models import small_model as texts
+from tests.models import tiny_decoders as tiny
 
 _PARAGRAPHS = "\n\n".join(
   texts.TEXT[begin : begin + 250].replace("\n\n", " ")
@@ -123,10 +124,7 @@ class TestRollout:
     assert updates[0] < sum(updates) / 8
 
   def test_bytes_are_those_of_the_pages_of_each_pool(self):
-    decoder = models.llama(
-      vocab_size=11, num_layers=3, embed_dim=8, num_heads=2, num_kv_heads=1,
-      head_dim=8, mlp_dim=8, windows=(4, 4, None),
-    )  # fmt: skip
+    decoder = tiny.llama(num_layers=3, head_dim=8, windows=(4, 4, None))
     config = models.cache_config(decoder, num_slots=2, max_length=32)
     state = rollout.init(
       jaxkv.init(config),

@@ -28,7 +28,6 @@ _CONFIG = rollout.RolloutConfig(
   max_new_tokens=20,
   prefill_chunk=16,
   max_length=32,
-  numerics="exact",
 )
 _FORWARD = functools.partial(models.forward, config=DECODER)
 _NUM_PROMPTS = 200

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+import jaxkv_kernels as kernels
 from tests.kernels.backends import call_of
 from tests.tools import ahead_of_time
 
@@ -91,3 +92,15 @@ def compile_call(
   assert_small(program, *pools)
   assert len(program.mosaic_kernels) == (backend == "mosaic_gpu")
   return program
+
+
+def compile_decode(target, backend, function=kernels.paged_decode, **options):
+  """Compiles a call with one query a row; see `compile_call`."""
+  call = target, backend, function
+  return compile_call(*call, (BATCH,), vector(), **options)
+
+
+def compile_padded(target, backend, columns=9, **options):
+  """Compiles a call with several queries a row; see `compile_call`."""
+  call = target, backend, kernels.paged_attention_padded
+  return compile_call(*call, (BATCH, columns), vector(), vector(), **options)

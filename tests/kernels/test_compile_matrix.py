@@ -24,6 +24,8 @@ from tests.kernels.compiled_calls import PER_TOKEN
 from tests.kernels.compiled_calls import SIZE
 from tests.kernels.compiled_calls import assert_small
 from tests.kernels.compiled_calls import compile_call
+from tests.kernels.compiled_calls import compile_decode
+from tests.kernels.compiled_calls import compile_padded
 from tests.kernels.compiled_calls import query_dtype
 from tests.kernels.compiled_calls import shape
 from tests.kernels.compiled_calls import vector
@@ -105,15 +107,8 @@ class TestDecode:
     ("target", "backend", "dtype", "page_size", "dim"), list(matrix())
   )
   def test_compiles(self, target, backend, dtype, page_size, dim):
-    program = compile_call(
-      target,
-      backend,
-      kernels.paged_decode,
-      (BATCH,),
-      vector(),
-      dtype=dtype,
-      size=page_size,
-      dim=dim,
+    program = compile_decode(
+      target, backend, dtype=dtype, size=page_size, dim=dim
     )
     for kernel in program.mosaic_kernels:
       # All warpgroups together have 65,536 registers.
@@ -138,10 +133,9 @@ class Test64Bits:
   )
   def test_compiles(self, target, backend):
     mask = shape((BATCH, 9, 9), jnp.bool_)
-    rectangle = kernels.paged_attention_padded, (BATCH, 9), vector(), vector()
     with jax.enable_x64(True):
-      compile_call(target, backend, kernels.paged_decode, (BATCH,), vector())
-      compile_call(target, backend, *rectangle, tree_mask=mask, **EVERYTHING)
+      compile_decode(target, backend)
+      compile_padded(target, backend, tree_mask=mask, **EVERYTHING)
 
 
 class TestTriton:
@@ -152,16 +146,8 @@ class TestTriton:
   @pytest.mark.parametrize("heads", [8, 32, 64, 256])
   @pytest.mark.parametrize("dims", [(80, 80), (96, 160), (192, 128)])
   def test_groups_and_head_sizes(self, heads, dims):
-    compile_call(
-      "h200",
-      "triton",
-      kernels.paged_decode,
-      (BATCH,),
-      vector(),
-      heads=(heads, KV_HEADS),
-      dim=dims[0],
-      value_dim=dims[1],
-    )
+    sizes = {"dim": dims[0], "value_dim": dims[1]}
+    compile_decode("h200", "triton", heads=(heads, KV_HEADS), **sizes)
 
   @needs("h200")
   def test_a_long_prompt_and_a_long_table(self):
@@ -187,19 +173,10 @@ class TestTriton:
     if dtype == "int8":
       options |= PER_TOKEN
     mask = shape((BATCH, 8, 8), jnp.bool_)
-    for function, leading, vectors, more in (
-      (kernels.paged_decode, (BATCH,), [vector()], {}),
-      (
-        kernels.paged_attention_padded,
-        (BATCH, 8),
-        [vector(), vector()],
-        {"tree_mask": mask},
-      ),
-      (kernels.paged_attention, (64,), [vector(), vector(BATCH + 1)], {}),
-    ):
-      compile_call(
-        "h200", "triton", function, leading, *vectors, **options, **more
-      )
+    compile_decode("h200", "triton", **options)
+    compile_padded("h200", "triton", columns=8, tree_mask=mask, **options)
+    packed = kernels.paged_attention, (64,), vector(), vector(BATCH + 1)
+    compile_call("h200", "triton", *packed, **options)
 
   @pytest.mark.slow
   @needs("h200")
@@ -222,21 +199,11 @@ class TestOlderGpus:
   @pytest.mark.parametrize("dim", DIMS["triton"])
   @on_older_gpus
   def test_decode(self, target, dim):
-    compile_call(
-      target, "triton", kernels.paged_decode, (BATCH,), vector(), dim=dim
-    )
+    compile_decode(target, "triton", dim=dim)
 
   @on_older_gpus
   def test_prefill_of_int8(self, target):
-    compile_call(
-      target,
-      "triton",
-      kernels.paged_attention_padded,
-      (BATCH, 64),
-      vector(),
-      vector(),
-      dtype="int8",
-    )
+    compile_padded(target, "triton", columns=64, dtype="int8")
 
   @on_older_gpus
   def test_latent_attention(self, target):

@@ -17,6 +17,8 @@ from tests.kernels.compiled_calls import PAGES
 from tests.kernels.compiled_calls import PER_TOKEN
 from tests.kernels.compiled_calls import SIZE
 from tests.kernels.compiled_calls import compile_call
+from tests.kernels.compiled_calls import compile_decode
+from tests.kernels.compiled_calls import compile_padded
 from tests.kernels.compiled_calls import shape
 from tests.kernels.compiled_calls import vector
 from tests.tools.ahead_of_time import compile_for
@@ -31,11 +33,6 @@ over_targets = pytest.mark.parametrize(
   "target", [pytest.param("h200", marks=needs("h200")), *TPUS]
 )
 over_tpus = pytest.mark.parametrize("target", TPUS)
-
-
-def compiled(target, *arguments, **options):
-  """Compiles a call for the backend of a target."""
-  compile_call(target, BACKENDS[target], *arguments, **options)
 
 
 PER_HEAD = dict.fromkeys(
@@ -53,9 +50,7 @@ class TestAllTargets:
     "dim", [128, pytest.param(256, marks=pytest.mark.slow)]
   )
   def test_decode(self, target, dim):
-    compiled(
-      target, kernels.paged_decode, (BATCH,), vector(), dim=dim, **EVERYTHING
-    )
+    compile_decode(target, BACKENDS[target], dim=dim, **EVERYTHING)
 
   @pytest.mark.slow
   @pytest.mark.parametrize(
@@ -68,36 +63,25 @@ class TestAllTargets:
     ids=["all128", "all256", "tree256"],
   )
   def test_rectangle(self, target, dim, options):
-    compiled(
-      target,
-      kernels.paged_attention_padded,
-      (BATCH, 9),
-      vector(),
-      vector(),
-      dim=dim,
-      **options,
-    )
+    compile_padded(target, BACKENDS[target], dim=dim, **options)
 
   @pytest.mark.slow
   def test_packed(self, target):
-    compiled(
-      target,
-      kernels.paged_attention,
-      (200,),
-      vector(),
-      vector(BATCH + 1),
-      **EVERYTHING,
+    function = kernels.paged_attention
+    vectors = vector(), vector(BATCH + 1)
+    compile_call(
+      target, BACKENDS[target], function, (200,), *vectors, **EVERYTHING
     )
 
   @slow_except("heads", [(8, 1), (64, 1), (32, 32), (24, 3)], (24, 3))
   @pytest.mark.parametrize("heads", [(8, 1), (64, 1), (32, 32), (24, 3)])
   def test_groups(self, target, heads):
-    compiled(target, kernels.paged_decode, (BATCH,), vector(), heads=heads)
+    compile_decode(target, BACKENDS[target], heads=heads)
 
   @pytest.mark.slow
   @pytest.mark.parametrize("page_size", [8, 128])
   def test_page_sizes(self, target, page_size):
-    compiled(target, kernels.paged_decode, (BATCH,), vector(), size=page_size)
+    compile_decode(target, BACKENDS[target], size=page_size)
 
 
 class TestHopper:
@@ -111,18 +95,8 @@ class TestHopper:
     of = (KV_HEADS,) if page_size == 8 else tokens
     scales = shape(of, jnp.float32)
     layout = {"dtype": dtype, "dim": dim, "size": page_size}
-    compiled(
-      "h200",
-      kernels.paged_attention_padded,
-      (BATCH, 9),
-      vector(),
-      vector(),
-      **layout,
-      **EVERYTHING,
-      **TREE,
-      k_scale=scales,
-      v_scale=scales,
-    )
+    layout |= {"k_scale": scales, "v_scale": scales}
+    compile_padded("h200", "mosaic_gpu", **layout, **EVERYTHING, **TREE)
 
   @pytest.mark.slow
   @needs("h200")
@@ -138,12 +112,12 @@ class TestHopper:
         jnp.zeros(query.shape, query.dtype), *arguments, **options
       )
 
-    compiled("h200", decode, (BATCH,), vector(), dtype=dtype, **scales)
+    compile_decode("h200", "mosaic_gpu", decode, dtype=dtype, **scales)
 
   @pytest.mark.slow
   @needs("h200")
   def test_head_size_192(self):
-    compiled("h200", kernels.paged_decode, (BATCH,), vector(), dim=192)
+    compile_decode("h200", "mosaic_gpu", dim=192)
 
   @pytest.mark.slow
   @needs("h200")
@@ -187,54 +161,26 @@ class TestTpu:
     "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
   )
   def test_8_bits(self, target, dtype, scales):
-    compiled(
-      target, kernels.paged_decode, (BATCH,), vector(), dtype=dtype, **scales
-    )
+    compile_decode(target, BACKENDS[target], dtype=dtype, **scales)
 
   @pytest.mark.parametrize("size", [8, 40])
   def test_8_bits_in_small_pages(self, target, size):
-    compiled(
-      target, kernels.paged_decode, (BATCH,), vector(), size=size, dtype="int8"
-    )
+    compile_decode(target, BACKENDS[target], size=size, dtype="int8")
 
   def test_trees_with_scales_of_tokens(self, target):
-    compiled(
-      target,
-      kernels.paged_attention_padded,
-      (BATCH, 9),
-      vector(),
-      vector(),
-      dtype="int8",
-      **EVERYTHING,
-      **PER_TOKEN,
-      **TREE,
+    compile_padded(
+      target, BACKENDS[target], dtype="int8", **EVERYTHING, **PER_TOKEN, **TREE
     )
 
   @pytest.mark.slow
   @pytest.mark.parametrize("heads", [40, 64])
   def test_prompts_with_many_kv_heads(self, target, heads):
     """Tiles and blocks must shrink to fit into the chip's memory."""
-    compiled(
-      target,
-      kernels.paged_attention_padded,
-      (BATCH, 128),
-      vector(),
-      vector(),
-      heads=(heads, heads),
-    )
+    compile_padded(target, BACKENDS[target], columns=128, heads=(heads, heads))
 
   @pytest.mark.parametrize("dtype", ["float32", "int8"])
   def test_pages_of_24_tokens(self, target, dtype):
-    compiled(
-      target,
-      kernels.paged_attention_padded,
-      (BATCH, 9),
-      vector(),
-      vector(),
-      size=24,
-      dtype=dtype,
-      **TREE,
-    )
+    compile_padded(target, BACKENDS[target], size=24, dtype=dtype, **TREE)
 
   def test_float32(self, target):
-    compiled(target, kernels.paged_decode, (BATCH,), vector(), dtype="float32")
+    compile_decode(target, BACKENDS[target], dtype="float32")

@@ -16,6 +16,7 @@ from jaxkv_kernels._src.attention import shared_prefix
 from tests.kernels.backends import call_of
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import draw
+from tests.models import tiny_decoders as tiny
 from tests.tools.traced_loops import equations
 from tests.tools.traced_loops import in_loops
 
@@ -282,16 +283,8 @@ class TestRefreshShared:
   @pytest.mark.parametrize("windows", [(None,), (None, 3)])
   def test_layers_of_a_model_do_not_compare_tables(self, shared, windows):
     view, kv = shared
-    config = models.llama(
-      vocab_size=11,
-      num_layers=2,
-      embed_dim=8,
-      num_heads=HEADS,
-      num_kv_heads=KV_HEADS,
-      head_dim=DIM,
-      mlp_dim=16,
-      windows=windows,
-    )
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+    config = tiny.llama(num_layers=2, **heads, windows=windows)
     params = models.init_params(jax.random.key(0), config)
     tokens = jnp.ones((6, 1), jnp.int32)
     decode = functools.partial(models.forward, config=config)

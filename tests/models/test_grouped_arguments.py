@@ -10,18 +10,11 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from tests.models import tiny_decoders as tiny
 
 pytestmark = pytest.mark.slow
 
-_CONFIG = models.llama(
-  vocab_size=11,
-  num_layers=1,
-  embed_dim=8,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=4,
-  mlp_dim=8,
-)
+_CONFIG = tiny.llama()
 _EXACT = dataclasses.replace(_CONFIG, numerics="exact")
 _LENGTHS = np.array([[2, 1], [0, 2], [1, 2]], np.int32)
 

@@ -43,17 +43,9 @@ _PATTERNS: dict[str, dict[str, Any]] = {
 }
 
 
-def _config(**changes: Any) -> models.Decoder:
-  dims: dict[str, Any] = {
-    "vocab_size": _VOCAB,
-    "num_layers": 4,
-    "embed_dim": 16,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 4,
-    "mlp_dim": 24,
-  }
-  return models.llama(**(dims | changes))
+_config = functools.partial(
+  tiny.llama, vocab_size=_VOCAB, num_layers=4, num_heads=4, num_kv_heads=2
+)
 
 
 def _windows(config: models.Decoder) -> list[int | None]:

@@ -53,6 +53,20 @@ def decoder(layers: tuple[models.Layer, ...], **fields: Any) -> models.Decoder:
   )
 
 
+def llama(**changes: Any) -> models.Decoder:
+  """Returns a decoder of `models.llama`, by default with one small layer."""
+  sizes = {
+    "vocab_size": 11,
+    "num_layers": 1,
+    "embed_dim": 8,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+    "mlp_dim": 8,
+  }
+  return models.llama(**(sizes | changes))
+
+
 def cache_config(
   decoder: models.Decoder,
   *,

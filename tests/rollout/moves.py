@@ -63,7 +63,6 @@ def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
     "max_length": WIDTH,
     "prefill_chunk": 5,
     "raw_log_probs": True,
-    "numerics": config.numerics,
   }
   options = rollout.RolloutConfig(**(fields | dict(spec.options)))
   # Pages that nothing has written must never be read.

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
 from tests.rollout import recipes
@@ -309,9 +310,12 @@ class TestArguments:
 
   def test_exact_numerics_and_offload_pages(self):
     names, axes = recipes.llama(), axes_of(model=2)
-    names["config"] = dataclasses.replace(names["config"], numerics="exact")
-    with pytest.raises(ValueError, match=r'must be "fast" with `axes\.model`'):
-      recipes.begun_on(names, axes)
+    decoder = names["model"].keywords["config"]
+    decoder = dataclasses.replace(decoder, numerics="exact")
+    model = functools.partial(models.forward, config=decoder)
+    state = recipes.begun_on(names, axes)
+    with pytest.raises(ValueError, match='must have numerics="fast" with'):
+      sharding.generate(names["params"], state, axes=axes, model=model)
     names, axes = recipes.attention_alone(), axes_of(data=2)
     sizes = dataclasses.replace(names["sizes"], offload_pages=4)
     pages = names["memory"]()[1]

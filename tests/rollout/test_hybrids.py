@@ -18,17 +18,9 @@ _PATTERNS = ((5, 5, 7, 5, 5, None), (5, None))
 
 
 def _model(windows: tuple[int | None, ...]) -> models.Decoder:
-  return models.llama(
-    vocab_size=31,
-    num_layers=len(windows),
-    embed_dim=24,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    windows=windows,
-    rope_base=(*[1e4] * (len(windows) - 1), 1e6),
-  )
+  bases = (*[1e4] * (len(windows) - 1), 1e6)
+  layers = {"num_layers": len(windows), "windows": windows, "rope_base": bases}
+  return tiny.llama(vocab_size=31, embed_dim=24, head_dim=8, **layers)
 
 
 _PAGE, _CHUNK, _NEW, _WIDTH = 4, 6, 10, 30

@@ -55,7 +55,6 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     max_new_tokens=_NEW,
     prefill_chunk=16,
     decode_steps=decode_steps,
-    numerics=config.numerics,
   )
   generate = _compiled(config)
   sampling = rollout.Sampling(temperature=0.8)
@@ -123,7 +122,7 @@ def test_moves_of_pin_are_not_repeated():
   pages = out.pages[out.pages < sizes.no_page]
   restored_keys = np.asarray(kv.k[pages])
   requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
-  options = rollout.RolloutConfig(max_new_tokens=1, numerics=config.numerics)
+  options = rollout.RolloutConfig(max_new_tokens=1)
   state = rollout.init(
     cache,
     kv,

@@ -13,6 +13,7 @@ from jaxkv import checkpoint
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
+from tests.models import tiny_decoders as tiny
 from tests.rollout import by_hand
 
 _CONFIG = rollout.RolloutConfig(max_new_tokens=4)
@@ -201,10 +202,7 @@ class TestTokens:
 
   def test_beyond_the_vocabulary(self):
     """Where the model is known, and the tokens are not traced."""
-    decoder = models.llama(
-      vocab_size=7, num_layers=1, embed_dim=4, num_heads=1, num_kv_heads=1,
-      head_dim=4, mlp_dim=4,
-    )  # fmt: skip
+    decoder = tiny.llama(vocab_size=7)
     model = functools.partial(models.forward, config=decoder)
     state = _init(requests=_requests(1, 7))
     match = "must be tokens below 7, the size of the model's vocabulary, got 7"

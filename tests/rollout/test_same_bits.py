@@ -73,7 +73,6 @@ def _state(config, setting, params) -> Any:
     decode_steps=setting.decode_steps,
     draft_match=1,
     raw_log_probs=True,
-    numerics=config.numerics,
   )
   cache = jaxkv.init(sizes)
   kv = models.init_kv(config, sizes)
@@ -303,9 +302,7 @@ def test_two_devices_equal_one():
   sizes = jaxkv.CacheConfig(
     num_pages=100, page_size=16, num_slots=3, pages_per_slot=columns
   )
-  options = rollout.RolloutConfig(
-    num_samples=_SAMPLES, max_new_tokens=_NEW, numerics="exact"
-  )
+  options = rollout.RolloutConfig(num_samples=_SAMPLES, max_new_tokens=_NEW)
   prompts, lengths = (x[:4] for x in _prompts())
   key = jax.random.key(5)
 
@@ -336,12 +333,3 @@ def test_fast_numerics_differ_in_bits():
   forward, _ = _by_trainer(config, params, groups)
   mask = np.asarray(groups.mask)
   assert np.any(np.asarray(groups.log_probs)[mask] != forward[mask])
-
-
-def test_numerics_of_a_model_and_a_rollout_must_be_the_same():
-  config, params = families.decoder("llama", numerics="fast")
-  state = _state(config, _Setting(slots=3), params)
-  exact = dataclasses.replace(config, numerics="exact")
-  forward = functools.partial(models.forward, config=exact)
-  with pytest.raises(ValueError, match='must be "exact", as the model'):
-    rollout.generate(params, state, model=forward)

@@ -41,9 +41,8 @@ def _samples(config, params, prompts, samples, new, slots):
     pages_per_slot=-(-(columns + new) // 16),
   )
   options = rollout.RolloutConfig(
-    num_samples=samples, max_new_tokens=new, numerics=config.numerics,
-    prefill_chunk=64,
-  )  # fmt: skip
+    num_samples=samples, max_new_tokens=new, prefill_chunk=64
+  )
   lengths = jnp.full(prompts.shape[:1], columns, jnp.int32)
   state = rollout.init(
     jaxkv.init(sizes),

@@ -220,13 +220,13 @@ class TestArguments:
     names, axes = _names("deepseek"), _axes(2)
     decoder = names["model"].keywords["config"]
     decoder = dataclasses.replace(decoder, numerics="exact")
-    names["config"] = dataclasses.replace(names["config"], numerics="exact")
-    with pytest.raises(ValueError, match='must be "fast" with `axes'):
-      recipes.begun_on(names, axes)
-    state = recipes.begun(_names("deepseek") | {"config": names["config"]})
     forward = functools.partial(
       models.forward, config=decoder, expert_axis="data"
     )
+    params, state = names["params"], recipes.begun_on(names, axes)
+    with pytest.raises(ValueError, match='must have numerics="fast" with'):
+      sharding.generate(params, state, axes=axes, model=forward)
+    state = recipes.begun(_names("deepseek"))
     with pytest.raises(ValueError, match="`expert_axis` must be None with"):
       rollout.generate(
         names["params"], state, model=lambda *values: forward(*values)

@@ -6,6 +6,7 @@ compiled for hundreds of them.
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,9 @@ _EITHER = [0.0, *_LARGE, *(-x for x in _LARGE)]
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
-def _model(params, batch, kv):
+def _model(params, batch, kv, config=None):
   """Logits that depend on the last token."""
-  del kv  # A table needs no keys and values.
+  del kv, config  # A table needs no keys and values.
   return params[batch.tokens[0].at[batch.columns].get(mode="clip")], None
 
 
@@ -63,13 +64,13 @@ def _random(seed: int, count: int = _SEQUENCES) -> rollout.Sampling:
   )
 
 
-def _begun(sampling: rollout.Sampling, **options) -> rollout.RolloutState:
+def _begun(sampling: rollout.Sampling) -> rollout.RolloutState:
   cache_config = jaxkv.CacheConfig(
     num_pages=129, page_size=4, num_slots=64, pages_per_slot=2
   )
   prompts = np.random.default_rng(1).integers(0, _VOCABULARY, (_SEQUENCES, 3))
   config = rollout.RolloutConfig(
-    max_new_tokens=_NEW, admissions=64, prefill_chunk=192, **options
+    max_new_tokens=_NEW, admissions=64, prefill_chunk=192
   )
   return rollout.init(
     jaxkv.init(cache_config, jax.random.key(0)),
@@ -80,12 +81,16 @@ def _begun(sampling: rollout.Sampling, **options) -> rollout.RolloutState:
   )
 
 
-_generate = jax.jit(functools.partial(rollout.generate, model=_model))
+@functools.cache
+def _generate(numerics):
+  config = types.SimpleNamespace(numerics=numerics)
+  model = functools.partial(_model, config=config)
+  return jax.jit(functools.partial(rollout.generate, model=model))
 
 
-def _ended(state, params):
+def _ended(state, params, numerics="fast"):
   """Statuses and codes; every token that was drawn has a finite log-prob."""
-  state = _generate(params, state)
+  state = _generate(numerics)(params, state)
   assert rollout.is_done(state)
   rollout.check(state)
   out = rollout.generated(state)
@@ -104,7 +109,7 @@ def test_allowed_settings_give_finite_log_probs(scale, exact):
   if exact:  # Log-probs are computed in another way where nothing is left out.
     sampling = dataclasses.replace(sampling, **dict.fromkeys(_FILTERS))
   numerics = "exact" if exact else "fast"
-  status, code = _ended(_begun(sampling, numerics=numerics), _table(scale))
+  status, code = _ended(_begun(sampling), _table(scale), numerics)
   assert (status == rollout.SequenceStatus.DONE).all()
   assert (code == jaxkv.Status.OK).all()
 

@@ -160,7 +160,6 @@ def test_versions_reproduce_the_log_probs(max_age):
     max_new_tokens=6,
     prefill_chunk=8,
     max_length=16,
-    numerics="exact",
   )
 
   def kv_of(cache_config):

@@ -82,12 +82,7 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: Any, minimum: int) -> int:
-  """Converts a static integer, and checks its range.
-
-  Raises:
-    TypeError: the value is not an int.
-    ValueError: the value is below `minimum` or does not fit int32.
-  """
+  """Converts a static integer; raises unless it is `minimum` .. 2**31 - 1."""
   count = as_int(name, value)
   if not minimum <= count <= _INT32.max:
     raise ValueError(
@@ -160,12 +155,9 @@ def as_int32(
   """Converts integers to int32; values on the host become a NumPy array.
 
   `shape` and `meaning` are those of `check_shape`; None allows any shape.
-
-  Raises:
-    TypeError: the elements are not integers (for example, bools), or they are
-      traced with a dtype whose values may not fit int32.
-    ValueError: a number does not fit int32, the rows differ in length, or the
-      shape is not the expected one.
+  Raises TypeError for other elements, such as bools, and for traced ones with a
+  dtype whose values may not fit int32, and ValueError for numbers that do not
+  fit.
   """
   array = _as_int32(name, value)
   if shape is not None:
@@ -201,11 +193,7 @@ def _as_int32(name: str, value: Any) -> Any:
 
 
 def as_real_numbers(name: str, value: Any) -> Any:
-  """Converts floats or integers to an array, without a change of dtype.
-
-  Raises:
-    TypeError: the elements have another type, for example bool.
-  """
+  """Converts floats or integers to an array, without a change of dtype."""
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   families = (jnp.floating, jnp.integer)
   if not any(jnp.issubdtype(array.dtype, family) for family in families):
@@ -231,12 +219,10 @@ def as_key(
 
 
 def as_secret(name: str, value: Any) -> Array:
-  """Converts a secret to uint32[4]; None draws 128 bits from the system.
+  """Converts a secret, uint32[4] or a `jax.random.key`, to uint32[4].
 
-  Raises:
-    TypeError: the value is neither uint32 nor a `jax.random.key`.
-    ValueError: the value has the wrong shape, or it is None in a traced
-      function or with several processes.
+  None draws 128 bits from the system; under `jit` and with several processes,
+  it raises ValueError.
   """
   if value is None:
     # During a trace, even a new constant is a tracer.
@@ -273,12 +259,7 @@ def _check_kind(name: str, dtype: Any, kinds: str, content: str) -> None:
 
 
 def as_array(name: str, values: Any) -> Array:
-  """Converts numbers to a JAX array.
-
-  Raises:
-    TypeError: the value is not an array, such as None or a str.
-    ValueError: the rows differ in length.
-  """
+  """Converts numbers to a JAX array; raises TypeError for other values."""
   if isinstance(values, jax.Array):
     return values
   # JAX would refuse objects, strings and times without the argument's name.
@@ -382,11 +363,8 @@ def check_sizes(
 def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
   """Raises ValueError unless the shapes of a verb's arguments agree.
 
-  Args:
-    arguments: the arguments by name; None for an omitted argument.
-    lead: the name of the argument that defines the rows. For "pages", each page
-      is a row. For "slots" with the value None, the rows are all B slots.
-    num_slots: B, the number of slots.
+  The argument `lead` defines the rows. For "pages", each page is a row. For
+  "slots" with the value None, the rows are all B = `num_slots` slots.
   """
   lead_value = arguments.get(lead)
   meaning = f", one for each row of `{lead}`"

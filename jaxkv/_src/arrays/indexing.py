@@ -74,12 +74,9 @@ class SlotRows(NamedTuple):
     return array if self.all_slots else take(array, self.slots)
 
   def write(self, array: Array, valid: Array, values: Array) -> Array:
-    """Replaces the entries of the slots of valid rows.
+    """Replaces the entries, in [B, ...], of the slots of valid rows, bool[R].
 
-    Args:
-      array: [B, ...].
-      valid: bool[R].
-      values: [R, ...], or one value for all rows.
+    `values` are [R, ...], or one value for all rows.
     """
     values = jnp.broadcast_to(values, (*valid.shape, *array.shape[1:]))
     if self.all_slots:

@@ -37,14 +37,8 @@ def read_before(read: Array, index: Array) -> Array:
 
   XLA updates an array in place only if the update must follow all earlier reads
   of the array. If the indices of the update do not depend on a read, XLA copies
-  the whole array, in every iteration of a loop.
-
-  Args:
-    read: int32[], at least 0, computed from the values that were read.
-    index: int32[...], the index of the update.
-
-  Returns:
-    The unchanged index.
+  the whole array, in every iteration of a loop. `read`, int32[], is at least 0
+  and computed from the values that were read. Returns `index` unchanged.
   """
   # XLA cannot prove that the comparison always holds, so the data dependency
   # stays. `lax.optimization_barrier` does not prevent the copy.
@@ -95,11 +89,10 @@ class Items(NamedTuple):
 
 
 def locate(counts: Array, item: Array) -> Items:
-  """Finds the range that contains each item, and the item's offset in it.
+  """Finds the range of each item, and the item's offset in it.
 
-  Args:
-    counts: int32[X], the number of items in each range.
-    item: int32[W], 0-based positions among all items.
+  The ranges have `counts`, int32[X], items. `item`, int32[W], are 0-based
+  positions among all items.
   """
   ends = cumulative_sum(counts)
   # An accelerator compares all pairs in one kernel. A binary search would need
@@ -188,14 +181,11 @@ def for_each(
 ) -> Carry:
   """Folds `body` over all items of ranges, in order, a window at a time.
 
-  Args:
-    counts: int32[X], the number of items in each range, not negative.
-    body: a function from a carry and a window of items to a carry.
-    carry: any pytree of arrays.
-    window: W, the number of items in one iteration; None for WINDOW.
-    longest: an upper bound on every count, if the caller has one. If X *
-      longest is at most 4 * GPU_WINDOW, a GPU calls `body` once with all items,
-      without a loop and without a search for their ranges.
+  Range x has `counts[x]` items, not negative. `body` maps a carry, any pytree
+  of arrays, and a window of at most `window` items to a carry; None for WINDOW.
+  `longest` is an upper bound on every count, if the caller has one. If X *
+  longest is at most 4 * GPU_WINDOW, a GPU calls `body` once with all items,
+  without a loop and without a search for their ranges.
   """
   num_items = jnp.sum(counts, dtype=jnp.int32)
   width = window or WINDOW

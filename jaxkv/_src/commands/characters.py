@@ -104,18 +104,12 @@ def character_model(
 ) -> models.Pretrained:
   """Loads the character model, or trains it and stores it in a cache folder.
 
-  The model has about 0.1 M parameters. The first call takes about a minute on
-  two CPU cores. Equal arguments give equal weights on the same machine.
-
-  Args:
-    sizes: see `Sizes`. A single span gives a bad model quickly.
-    text: the training text, longer than the longest sequence; None for
-      `reference_text`.
-    folder: the cache folder; None for the path in the environment variable
-      JAXKV_CACHE if it is set, else for `jaxkv` in the user's cache folder.
-
-  Returns:
-    The model, in float32, with a `Vocabulary` as its tokenizer.
+  The model, in float32, has about 0.1 M parameters, and a `Vocabulary` as its
+  tokenizer. The first call takes about a minute on two CPU cores. Equal
+  arguments give equal weights on the same machine. A single span in `sizes`
+  gives a bad model quickly. `text` is longer than the longest sequence; None
+  for `reference_text`. `folder` is None for JAXKV_CACHE, if that environment
+  variable is set, else for `jaxkv` in the user's cache folder.
 
   Raises:
     OSError: the file cannot be written; raised before the training if the

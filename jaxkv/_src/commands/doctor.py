@@ -79,11 +79,7 @@ def _version(package: str) -> str | None:
 
 
 def _attention() -> str:
-  """Runs the check; returns the backend of "auto" and the reason for it.
-
-  Raises:
-    ArithmeticError: the result differs from that of the backend "xla".
-  """
+  """Runs the check; returns the backend of "auto" and the reason for it."""
   messages: list[str] = []
   handler = logging.Handler(logging.INFO)
   handler.emit = lambda record: messages.append(record.getMessage())

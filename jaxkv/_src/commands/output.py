@@ -37,15 +37,11 @@ def whole_number(lower: int, upper: int) -> Callable[[str], int]:
 
 
 def check_writable(path: str | None, *inputs: str | None) -> None:
-  """Checks that a result can be written, before the work starts.
-
-  Args:
-    path: the file; None if no file is to be written.
-    *inputs: files that the command reads.
+  """Checks that a result can be written to `path`, before the work starts.
 
   Raises:
     CommandError: the folder is missing or read-only, or `path` is one of the
-      inputs, or it exists and is not a regular file.
+      `inputs`, or it exists and is not a regular file.
   """
   if path is None:
     return
@@ -63,11 +59,7 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
 
 
 def read_lines(path: str) -> list[str]:
-  """Returns the lines of a text file.
-
-  Raises:
-    CommandError: the file cannot be read, or is not UTF-8 text.
-  """
+  """Returns the lines of a text file."""
   try:
     # Not `splitlines`, which also splits at form feeds and other separators.
     return pathlib.Path(path).read_text(encoding="utf-8").split("\n")
@@ -81,11 +73,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def write_json(path: str | None, value: Any) -> None:
-  """Writes a value as JSON, atomically; does nothing if `path` is None.
-
-  Raises:
-    CommandError: the file cannot be written.
-  """
+  """Writes a value as JSON, atomically; does nothing if `path` is None."""
   if path is None:
     return
   try:

@@ -92,11 +92,7 @@ def start(processes: Processes) -> None:
 
 
 def wait_for_all(client: Any, total: int) -> None:
-  """Waits until all `total` processes have called this function, once.
-
-  Raises:
-    JaxRuntimeError: the coordination service does not answer.
-  """
+  """Waits until all `total` processes have called this function, once."""
   client.key_value_set(_KEY.format(jax.process_index()), "")
   for number in range(total):
     while not _has_key(client, _KEY.format(number)):

@@ -81,12 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Generates answers, and prints them with a table of figures.
 
-  Returns:
-    The exit status: 1 if a log-prob differs by `CLOSE` or more, else 0. With
-    `--processes`, only process 0 returns 1.
-
-  Raises:
-    CommandError: an argument, a prompt, a file or the model cannot be used.
+  Returns the exit status: 1 if a log-prob differs by `CLOSE` or more, else 0.
+  With `--processes`, only process 0 returns 1.
   """
   # All checks precede the compilation. Only files can be checked before the
   # model is loaded or trained, because the other checks need the model.
@@ -154,11 +150,7 @@ def _text_of(error: Exception) -> str:
 def chosen_prompts(
   args: argparse.Namespace, tokenizer: models.Tokenizer
 ) -> Prompts:
-  """Returns the prompts of `--prompt` and `--prompts`, or the default ones.
-
-  Raises:
-    CommandError: the file cannot be read or has no prompt.
-  """
+  """Returns the prompts of `--prompt` and `--prompts`, or the default ones."""
   prompts: Prompts = {
     f"--prompt {index}": text
     for index, text in enumerate(args.prompt or (), start=1)
@@ -253,8 +245,7 @@ def largest_difference(
 ) -> float:
   """Recomputes the log-probs of all drawn tokens without a cache.
 
-  Returns:
-    The largest difference from the log-probs of the rollout, in nats.
+  Returns the largest difference from those of the rollout, in nats.
   """
   groups = rollout.grouped(rollout.generated(state))
   assert groups.records.raw_log_probs is not None

@@ -2,7 +2,6 @@
 
 import dataclasses
 from typing import Any
-from typing import Literal
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import check_bool
@@ -61,11 +60,6 @@ class RolloutConfig:
       those of prompts and `extend`, but not a sequence's first token. A cached
       prefix is then used only for tokens that were already computed for the
       sequence. After a change of weights, some values may be of old weights.
-    numerics: "exact" for a model with exact numerics
-      (`jaxkv.models.Decoder.numerics`). Tokens and log-probs then depend on
-      neither the slot nor the other sequences, bit for bit. Log-probs equal
-      those of a trainer and of `score` at the same temperature, unless other
-      fields of `Sampling` or `process` change the distribution.
     record_experts: whether to record the experts of each token, also in prompts
       and cached prefixes, for a trainer to replay. Needs a memory with expert
       ids, as from `jaxkv.models.init_kv(record_experts=True)`.
@@ -88,8 +82,8 @@ class RolloutConfig:
 
   Raises:
     TypeError: a number, a bool or `lockstep_axis` has the wrong type.
-    ValueError: a number is out of range, `numerics` is neither "fast" nor
-      "exact", or `draft_tokens` is positive and `decode_steps` is not 1.
+    ValueError: a number is out of range, or `draft_tokens` is positive and
+      `decode_steps` is not 1.
   """
 
   num_samples: int = 1
@@ -108,7 +102,6 @@ class RolloutConfig:
   entropy: bool = False
   top_log_probs: int = 0
   prompt_log_probs: bool = False
-  numerics: Literal["fast", "exact"] = "fast"
   record_experts: bool = False
   timeline: int = 0
   decode_steps: int = 1
@@ -123,11 +116,6 @@ class RolloutConfig:
           raise TypeError(
             "`RolloutConfig.lockstep_axis` must be the name of an axis or "
             f"None, got {value!r}."
-          )
-      elif field.name == "numerics":
-        if value not in ("fast", "exact"):
-          raise ValueError(
-            f'`numerics` must be "fast" or "exact", got {value!r}.'
           )
       elif field.type is bool:
         check_bool(f"RolloutConfig.{field.name}", value)

@@ -30,6 +30,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.grow import num_new_pages
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import is_exact
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
@@ -176,6 +177,7 @@ def decode(
       read=jnp.zeros((), jnp.int32),
       version=version,
       config=config,
+      exact=is_exact(model),
       process=process,
     )
     next_round = Round(

@@ -17,7 +17,6 @@ from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import check_model
-from jaxkv._src.engine.hooks import check_numerics
 from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.model_call import shape_of_logits
 from jaxkv._src.engine.queue import SequenceStatus
@@ -106,12 +105,11 @@ def generate(
     TypeError: `model` returns a memory with other arrays, or `process` returns
       other types or shapes than those of its arguments.
     ValueError: a number of `until` is out of range; `model` returns a memory
-      that it did not write; or the `config` or `expert_axis` of `model` does
-      not fit `RolloutConfig.numerics` or `lockstep_axis`.
+      that it did not write; or the `expert_axis` of `model` is not
+      `RolloutConfig.lockstep_axis`.
   """
   check_single(state)
   check_model(model, state.config)
-  check_numerics(state.config, model)
   check_tokens(
     "tokens",
     state.queue.tokens,

@@ -49,7 +49,8 @@ class Model(Protocol):
   It writes the keys and values of all tokens into the memory, attends through
   `jaxkv.kv`, and returns logits of the columns that need them. From the logits
   of all tokens, `logits[0].at[batch.columns].get(mode="clip")` selects them.
-  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`. If the
+  bound `config` has exact numerics, tokens are sampled with them, too.
   """
 
   def __call__(
@@ -174,14 +175,9 @@ def check_model(model: Any, config: RolloutConfig) -> None:
     )
 
 
-def check_numerics(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if the `config` bound in `model` has other numerics."""
-  numerics = getattr(_keyword(model, "config"), "numerics", None)
-  if numerics is not None and numerics != config.numerics:
-    raise ValueError(
-      f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
-      f'"{config.numerics}".'
-    )
+def is_exact(model: Model) -> bool:
+  """Returns True if the `config` bound in `model` has exact numerics."""
+  return getattr(_keyword(model, "config"), "numerics", None) == "exact"
 
 
 def vocab_size_of(model: Model) -> int | None:
@@ -197,13 +193,8 @@ def _keyword(model: Any, name: str) -> Any:
 def check_result(logits: Any, new_kv: Any, kv: Pools, num_columns: int) -> None:
   """Raises unless a model returned float[X, V] and the updated memory.
 
-  `new_kv` is None if the model writes nothing.
-
-  Raises:
-    TypeError: `logits` is not an array of floats, or the structure, shapes or
-      dtypes of `new_kv` are not those of `kv`.
-    ValueError: the logits have another shape, or the model did not write a pool
-      of K/V or states, but returned the pool that it received.
+  `new_kv` is None if the model writes nothing. A model that returns a pool of
+  K/V or states as it received it did not write it.
   """
   hint = "let `model` return (logits, kv), in this order"
   check_type("logits", logits, jax.Array | np.ndarray, "an array", hint)
@@ -236,30 +227,27 @@ def check_processed(
       "the `extra` that it received if it changes only logits."
     )
   new_logits, new_extra = results
-  for name, value, received in (
-    ("logits", new_logits, logits),
-    ("extra", new_extra, extra),
-  ):
-    received_shapes = _shapes(received)
-    returned_shapes = _shapes(value)
-    if jax.tree.flatten(received_shapes) != jax.tree.flatten(returned_shapes):
-      raise TypeError(
-        f"`{name}` that `process` returns must have the structure, shapes and "
-        f"dtypes of the `{name}` that it received, {received_shapes}, got "
-        f"{returned_shapes}."
-      )
+  _check_shapes("process", "logits", new_logits, logits)
+  _check_shapes("process", "extra", new_extra, extra)
   return new_logits, new_extra
 
 
-def _check_memory(new_kv: Any, kv: Pools) -> None:
-  received_shapes = _shapes(kv)
-  returned_shapes = _shapes(new_kv)
-  if received_shapes != returned_shapes:
+def _check_shapes(
+  function: str, name: str, value: Any, received: Any, *, hint: str = ""
+) -> None:
+  received_shapes = _shapes(received)
+  shapes = _shapes(value)
+  if jax.tree.flatten(received_shapes) != jax.tree.flatten(shapes):
     raise TypeError(
-      "`kv` that `model` returns must have the structure, shapes and dtypes of "
-      f"the `kv` that it received, {received_shapes}, got {returned_shapes}; "
-      "return the memory after the last `write`."
+      f"`{name}` that `{function}` returns must have the structure, shapes and "
+      f"dtypes of the `{name}` that it received, {received_shapes}, got "
+      f"{shapes}{hint}."
     )
+
+
+def _check_memory(new_kv: Any, kv: Pools) -> None:
+  hint = "; return the memory after the last `write`"
+  _check_shapes("model", "kv", new_kv, kv, hint=hint)
   for pool, new_pool in zip(pools_of(kv), pools_of(new_kv), strict=True):
     # A model without experts does not write `ExpertIdPages`.
     if not isinstance(pool, KVPages | StatePages):

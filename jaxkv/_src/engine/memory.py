@@ -115,11 +115,8 @@ def has_version(cache: CacheState, version: Array | int | None) -> Array:
   """Returns bool[], True if `version` is that of the cache's weights.
 
   Also True if `version` is None and the cache is traced or has no cached pages.
-
-  Raises:
-    TypeError: `version` is not an integer.
-    ValueError: `version` is not a scalar; or outside of a trace, it differs
-      from `cache.epoch`, or is None while the cache has cached pages.
+  Outside of a trace, another version, or None for a cache with cached pages,
+  raises ValueError.
   """
   epoch, index = cache.epoch, cache.pool.index
   # NumPy, because in a trace jax would trace even concrete arrays.

@@ -111,6 +111,7 @@ def sample_tokens(
   read: Array,
   version: Array,
   config: RolloutConfig,
+  exact: bool,
   process: Process | None,
 ) -> tuple[Queue, Sampled]:
   """Samples the next tokens of slots, and appends them to their sequences.
@@ -125,6 +126,7 @@ def sample_tokens(
     read=read,
     version=version,
     config=config,
+    exact=exact,
     process=process,
   )
   sampled = Sampled(
@@ -169,6 +171,7 @@ def _sample(
   read: Array,
   version: Array,
   config: RolloutConfig,
+  exact: bool,
   process: Process | None,
 ) -> tuple[Queue, Sampled, Array]:
   """Samples a token for each slot in `samples` bool[B] from logits [B, V].
@@ -216,7 +219,7 @@ def _sample(
     unfiltered_log_probs=config.unfiltered_log_probs,
     entropy=config.entropy,
     top_log_probs=config.top_log_probs,
-    exact=config.numerics == "exact",
+    exact=exact,
     parts=config.vocab_parts,
   )
   # A log-prob is not finite if the logits define no distribution.

@@ -99,19 +99,13 @@ def schedule(
   least the smallest width with chunk columns is chosen. Drafts without a column
   are dropped.
 
-  Args:
-    missing: int32[B], the number of tokens that each slot could compute.
-    prefills: bool[B], slots whose tokens may wait for a later step. The other
-      slots have at most one token.
-    sort_keys: int32[B], a sort key for each slot; the lowest comes first.
-    all_widths: from `widths`.
-    drafts: int32[B], the number of drafts of slots that decode; None without
-      speculation.
-    one_part: True to compute prompt tokens in chunk columns only, as recurrent
-      layers require.
-    width: int32[], the index in `all_widths`. None to choose one; the
-      first one must then have no chunk columns.
-    axis: see `RolloutConfig.lockstep_axis`.
+  Each slot could compute `missing`, int32[B], tokens. The tokens of slots in
+  `prefills`, bool[B], may wait for a later step, and those with the lowest of
+  `sort_keys`, int32[B], come first. Other slots have at most one token, and
+  `drafts`, int32[B], drafts. `one_part` computes prompt tokens in chunk columns
+  only, as recurrent layers require. `width`, int32[], is the index in
+  `all_widths`; None chooses one, and the first one must then have no chunk
+  columns. `axis` is `RolloutConfig.lockstep_axis`.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)

@@ -29,15 +29,10 @@ def shared_states(
 ) -> tuple[Array, Array, Array]:
   """Finds shared heads, and the candidates that wait for their states.
 
-  Args:
-    queue: the queue, with page keys.
-    slots: the slots.
-    cache: the cache, with a `StateRetention`.
-    candidates: int32[X], rows of the queue; Q for none.
-    num_cached: int32[X], the cached tokens of each candidate.
-    max_hit: int32[X], an exclusive bound of `num_cached`; 0 if the page keys
-      are of another epoch.
-    siblings: bool[X, X], candidates that will fork from each other.
+  `candidates`, int32[X], are rows of the queue; Q for none. Each has
+  `num_cached` cached tokens, below `max_hit`, which is 0 if its page keys are
+  of another epoch. `siblings`, bool[X, X], will fork from each other. The cache
+  has a `StateRetention`.
 
   Returns:
     bool[X], the candidates for which a slot computes a state; bool[X, X], True

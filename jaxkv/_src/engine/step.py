@@ -70,6 +70,7 @@ from jaxkv._src.engine.given_answers import limit_to_phase
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import is_exact
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.model_call import call_model
@@ -211,6 +212,7 @@ def step(
       read=read_of(cache) if commits_first else jnp.zeros((), jnp.int32),
       version=before.epoch.astype(jnp.int32),
       config=config,
+      exact=is_exact(model),
       process=process,
     )
   if not commits_first:

@@ -80,16 +80,13 @@ class Timeline(NamedTuple):
             tokens=int(self.tokens[first_step:end_step, slot].sum()),
           )
 
-  def svg(self, width: int = 900, row: int = 14) -> str:
-    """Returns an SVG picture: a row for each slot, steps from left to right.
-
-    Args:
-      width: the width of all steps in pixels.
-      row: the height of a slot's row in pixels.
-    """
+  def svg(self) -> str:
+    """Returns an SVG picture: a row for each slot, steps from left to right."""
     steps, slots = self.kinds.shape
-    scale = width / max(steps, 1)
+    width = 900
+    row = 14
     left = 48
+    scale = width / max(steps, 1)
     bottom = slots * row + 16
     parts = [
       f'<text x="{left - 5}" y="{slot * row + row - 3}" text-anchor="end">'
@@ -134,7 +131,7 @@ class Timeline(NamedTuple):
     return (
       f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 8}"'
       f' height="{bottom + 8}" font-family="sans-serif"'
-      f' font-size="{min(row - 4, 10)}" fill="#222">'
+      f' font-size="10" fill="#222">'
       # The text would be unreadable on a dark background.
       f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
     )

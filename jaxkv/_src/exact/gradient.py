@@ -14,12 +14,9 @@ import jax
 def with_gradient(
   function: Callable[..., Any], surrogate: Callable[..., Any], *arguments: Any
 ) -> Any:
-  """Computes `function(*arguments)`, with the gradient of another function.
+  """Computes `function(*arguments)`, with the gradient of `surrogate`.
 
-  Args:
-    function: computes the result. Neither function may close over arrays.
-    surrogate: the function to differentiate; equals `function` up to rounding.
-    *arguments: pytrees of arrays.
+  The two are equal up to rounding, and must not close over arrays.
   """
   del surrogate
   return function(*arguments)

@@ -12,15 +12,9 @@ ROWS = 8
 def of_tokens(logits: Array, tokens: Array, temperature: Array) -> Array:
   """Returns log-probs of tokens in softmax(logits / temperature).
 
-  The result is differentiable. Its bits are the same in every program.
-
-  Args:
-    logits: float32[X, V], X rows for a vocabulary of V tokens.
-    tokens: int32[X]; a token outside of the vocabulary gets NaN.
-    temperature: float32[X], above 0.
-
-  Returns:
-    float32[X].
+  The result, float32[X], is differentiable, with the same bits in every
+  program. Logits are float32[X, V]; a token, int32[X], outside of the
+  vocabulary gets NaN; `temperature`, float32[X], is above 0.
   """
   rows = (logits, tokens, temperature)
   return row_loop.in_tiles(_of_tokens, (), rows, tile=ROWS)

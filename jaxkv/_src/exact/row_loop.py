@@ -29,16 +29,9 @@ def in_tiles(
 ) -> Any:
   """Computes `function(weights, *rows)`, a tile of rows at a time.
 
-  The gradient is that of one call of `function` on all rows, without tiles.
-
-  Args:
-    function: computes rows; it must not close over arrays.
-    weights: a pytree of arrays.
-    rows: pytrees of arrays [X, ...].
-    tile: static; the number of rows per tile. Rounding depends on it.
-
-  Returns:
-    Arrays [X, ...].
+  The gradient is that of one call of `function`, which must not close over
+  arrays, on all rows, without tiles. `rows` are pytrees of arrays [X, ...], and
+  so is the result. Rounding depends on `tile`, the number of rows per tile.
   """
 
   def tiled(weights: Any, *rows: Any) -> Any:

@@ -46,17 +46,11 @@ def in_tiles(
 def recur(
   run: Recurrence, weights: Any, *arguments: Any
 ) -> tuple[jax.Array, Any]:
-  """Runs a recurrence token by token.
+  """Runs a recurrence token by token, with the result of `run` up to rounding.
 
-  The gradient is that of one call of `run` on all tokens.
-
-  Args:
-    run: the recurrence; it must not close over arrays.
-    weights: a pytree of arrays.
-    *arguments: the other arguments of `run`, see `Recurrence`.
-
-  Returns:
-    The result of `run`, up to rounding.
+  The gradient is that of one call of `run` on all tokens. `run` must not close
+  over arrays; `weights` are a pytree of arrays, and `*arguments` the other
+  arguments of a `Recurrence`.
   """
   step = functools.partial(_token_by_token, run)
   return gradient.with_gradient(step, run, weights, *arguments)

@@ -128,11 +128,9 @@ def _mask_table(
 ) -> TokenMasks:
   """Builds the masks of each state, one for each number of remaining tokens.
 
-  Args:
-    needed: int[S, E], for each of S states and E effects, the fewest tokens
-      that complete a text if the first of them has this effect.
-    effect: int[V], each token's column of `needed`; -1 if never allowed.
-    distance: int[S], see `TokenMasks`.
+  `needed`, int[S, E], is the fewest tokens that complete a text from a state if
+  the first of them has an effect. `effect`, int[V], is each token's column of
+  `needed`; -1 if never allowed. `TokenMasks` has `distance`, int[S].
   """
   numbering = Numbering()
   effect_sets = []

@@ -22,17 +22,7 @@ def num_words(vocab_size: int) -> int:
 def mask_logits(logits: Array, bits: Array) -> Array:
   """Masks logits: tokens whose bit is 0 get the logit -inf.
 
-  Args:
-    logits: floats [..., V].
-    bits: uint32[..., ceil(V / 32)], with the bits of allowed tokens set.
-
-  Returns:
-    Logits of the same shape and dtype.
-
-  Examples:
-    >>> bits = jnp.asarray([[0b101]], jnp.uint32)
-    >>> mask_logits(jnp.asarray([[0.5, 2.0, 1.0]]), bits)
-    Array([[ 0.5, -inf,  1. ]], dtype=float32)
+  The logits are floats [..., V], and the bits uint32[..., ceil(V / 32)].
   """
   *lead, size = logits.shape
   chex.assert_shape(bits, (*lead, num_words(size)))

@@ -59,11 +59,7 @@ class ByteDfa:
 
 
 def compile_grammar(grammar: Grammar) -> ByteDfa:
-  """Compiles a grammar to its minimal DFA.
-
-  Raises:
-    TypeError: `grammar` is not a `Grammar`.
-    ValueError: the grammar matches nothing, or needs too many states.
+  """Compiles a grammar, which must match a text, to its minimal DFA.
 
   Examples:
     >>> from jaxkv.rollout import regex

@@ -28,15 +28,10 @@ def minimize(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the minimal DFA that accepts the same strings.
 
-  Args:
-    next: int32[S, C], the state after a state and a byte class. The start is
-      state 0.
-    accepts: bool[S], True for accepting states.
-
-  Returns:
-    `next` and `accepts` of the minimal DFA. State 0 is `DEAD`, state 1 is the
-    start, and other states follow in breadth-first order. A DFA that accepts
-    no string has only the dead state.
+  `next`, int32[S, C], is the state after a state and a byte class; the start is
+  state 0. `accepts` is bool[S]. In the minimal DFA, state 0 is `DEAD`, state 1
+  is the start, and other states follow in breadth-first order. A DFA that
+  accepts no string has only the dead state.
   """
   shortest = shortest_accepted(next, accepts)
   live = shortest >= 0

@@ -141,12 +141,9 @@ class _Reducer:
     self._root = root
 
   def reduce(self, schema: Any, path: str, refs: tuple[str, ...]) -> Any:
-    """Returns the reduced schema.
+    """Returns the reduced schema, or part of one at `path` from the root.
 
-    Args:
-      schema: a schema or a part of one.
-      path: the path of `schema` from the root, for error messages.
-      refs: the references that are being expanded, to detect recursion.
+    `refs` are the references that are being expanded, to detect recursion.
     """
     if schema is True:
       schema = {}

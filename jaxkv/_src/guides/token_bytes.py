@@ -116,12 +116,9 @@ def fold_bytes(
 ) -> Carry:
   """Folds `body` over the bytes of each row's token; returns the last carry.
 
-  Args:
-    tokens: the bytes of all tokens.
-    numbers: int32[R], the token of each row; a token out of range has no bytes.
-    body: maps the carry, the next byte of each row (int32[R]) and a mask of the
-      rows that have a next byte (bool[R]) to the next carry.
-    carry: the initial carry, any pytree of arrays.
+  `numbers`, int32[R], is the token of each row; a token out of range has no
+  bytes. `body` maps the carry, any pytree of arrays, the next byte of each row,
+  int32[R], and the rows that have one, bool[R], to the next carry.
   """
   start = indexing.take(tokens.starts, numbers)
   has_bytes = (numbers >= 0) & (numbers < tokens.vocab_size)
@@ -151,23 +148,9 @@ def advance_states(
 ) -> Array:
   """Advances the automaton of each row by the bytes of one token.
 
-  Args:
-    next: int32[S, 256], the state after a state and a byte.
-    tokens: the bytes of all tokens.
-    states: int32[R]; a state out of range does not change.
-    numbers: int32[R], the token that each row reads. A token out of range has
-      no bytes and does not change the state.
-
-  Returns:
-    The new states, int32[R].
-
-  Examples:
-    >>> counts = jnp.asarray([[1] * 256, [2] * 256, [0] * 256])
-    >>> tokens = token_bytes([b"a", b"", b"bc"])
-    >>> advance_states(
-    ...   counts, tokens, jnp.asarray([0, 0, 1]), jnp.asarray([0, 1, 2])
-    ... )
-    Array([1, 0, 0], dtype=int32)
+  `next`, int32[S, 256], has the state after a state and a byte. Row i is in
+  `states[i]` and reads the token `numbers[i]`. A state out of range does not
+  change, and a token out of range has no bytes. Returns int32[R].
   """
   next, tokens, states, numbers = sharding.match_varying_axes(
     (next, tokens, states, numbers)

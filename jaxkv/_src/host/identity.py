@@ -90,12 +90,7 @@ Item = Placed | Embeddings
 
 
 def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
-  """Returns a request's salt, 16 bytes, and its items.
-
-  Raises:
-    TypeError: an attribute that separates requests has the wrong type.
-    ValueError: pixel values come without `mm` and `mm_features`.
-  """
+  """Returns a request's salt, 16 bytes, and its items, or raises."""
   attributes = {}
   for name in _SEPARATING:
     value = getattr(request, name, None)

@@ -110,12 +110,9 @@ class RequestFields(NamedTuple):
 
 
 def read_request(request: Any) -> RequestFields:
-  """Reads any object with the attributes of `Request`.
+  """Reads any object with the three required attributes of `Request`.
 
-  Raises:
-    AttributeError: the request lacks one of the three required attributes.
-    TypeError, ValueError: a count is not an integer of at least 0, or see
-      `identity_of`.
+  Raises TypeError or ValueError unless counts are integers of at least 0.
   """
   tokens = tokens_of(request)
   salt, items = identity_of(request)
@@ -204,9 +201,7 @@ def content(
 def int32s(values: Sequence[int]) -> bytes:
   """Converts integers to int32 bytes without rounding or wrapping.
 
-  Raises:
-    TypeError: a value is not an integer.
-    OverflowError: a value does not fit.
+  Raises TypeError for other values, and OverflowError for larger ones.
   """
   if not isinstance(values, list):
     # `list` of a jax or torch array gives arrays, and `tolist` gives ints.

@@ -121,10 +121,8 @@ class EventList(PageListener):
   ) -> None:
     """Records the difference that a device loop made to the index.
 
-    Args:
-      removed: the page, content and group of each page that left the index.
-      stored: the tokens of each page that the loop published, whose content the
-        pool has.
+    Pages in `removed`, with their content and group, left the index. The loop
+    published pages with the tokens in `stored`, whose content the pool has.
     """
     for page, content, group in removed:
       self._add((Removed, page, group, content))

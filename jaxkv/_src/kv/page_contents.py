@@ -105,11 +105,8 @@ def write_pages(
 ) -> Memory:
   """Writes row `sources[e]` of a pool's `contents` into its page `pages[e]`.
 
-  Args:
-    kv: the memory.
-    contents: from `read_pages` of a memory with pages of the same shapes.
-    sources: int32[E], rows of `contents`, for E entries.
-    pages: int32[E], distinct; 0 for an entry to skip.
+  `contents` are from `read_pages` of a memory with pages of the same shapes.
+  The pages, int32[E], are distinct; 0 for an entry to skip.
   """
   arrays = arrays_of(kv)
   structure = jax.tree.structure(kv)

@@ -23,12 +23,7 @@ Memory = TypeVar("Memory", bound=Pools)
 
 
 def pools_of(kv: Pools) -> tuple[Pool, ...]:
-  """Returns the pools of a memory as a tuple.
-
-  Raises:
-    TypeError: `kv` is neither a pool nor a tuple of pools.
-    ValueError: the tuple is empty.
-  """
+  """Returns the pools of a memory as a tuple, or raises if it has none."""
   pools = kv if isinstance(kv, tuple) else (kv,)
   for pool in pools:
     expected = "KVPages, StatePages, ExpertIdPages or a tuple of them"

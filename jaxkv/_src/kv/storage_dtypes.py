@@ -43,9 +43,7 @@ def resolve(
 ) -> np.dtype:
   """Returns `storage_dtype`, or the default storage dtype if it is None.
 
-  Raises:
-    ValueError: `storage_dtype` is neither the format itself nor the integer
-      dtype of its bits.
+  Other dtypes than the format and the integers of its bits raise ValueError.
   """
   bits = _BITS[dtype.name]
   if storage_dtype is None:

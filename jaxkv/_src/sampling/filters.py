@@ -48,20 +48,10 @@ def cutoff(
   min-p and top-k keep. Tokens of equal weight are kept or dropped together, so
   a row can keep more than `top_k` tokens. A NaN makes a row's cutoff arbitrary.
 
-  Args:
-    weights: float32[R, V], 0 .. 1, with a 1 in every row.
-    min_p: float32[R], the lowest weight to keep; 0 keeps all.
-    top_k: int32[R], the number of tokens to keep; below 1 or above V keeps all.
-    top_p: float32[R], the probability to keep; 1 and above keeps all.
-
-  Returns:
-    float32[R], 0 if no filter applies.
-
-  Examples:
-    >>> weights = jnp.asarray([[0.25, 1.0, 0.5, 0.125]])
-    >>> lowest = cutoff(weights, top_k=jnp.asarray([2], jnp.int32))
-    >>> (weights >= lowest[:, None]).tolist()
-    [[False, True, True, False]]
+  Every row of `weights`, float32[R, V], 0 .. 1, has a 1. The value that keeps
+  all tokens is 0 for `min_p`, float32[R], below 1 or above V for `top_k`,
+  int32[R], and 1 or more for `top_p`, float32[R]. The cutoff, float32[R], is 0
+  if no filter applies.
   """
   weights, min_p, top_k, top_p = sharding.match_varying_axes(
     (weights, min_p, top_k, top_p)
@@ -168,13 +158,10 @@ def _search(
 ) -> Array:
   """Returns the bits of the highest cutoff at which amounts reach a target.
 
-  Args:
-    weights: float32[R, V].
-    amounts: int32[R, V] or int32[], not decreasing with the weight.
-    amount_of: maps the bits of weights, int32[R], to their amounts.
-    floor: int32[R], the bits of a cutoff at which the target is reached.
-    target: int32[R], at least 1.
-    active: bool[R], the rows to search. The cutoff of other rows is `floor`.
+  `amounts`, int32[R, V] or int32[], do not decrease with the weight, and
+  `amount_of` maps the bits of weights, int32[R], to their amounts. At the bits
+  `floor`, int32[R], the `target`, int32[R], at least 1, is reached. Rows that
+  are not `active`, bool[R], get their floor.
   """
   # Invariant: the amounts of weights >= `low` reach the target, but the amounts
   # of weights >= `high` miss it. Initially `high` is 2.0, above all weights.

@@ -21,15 +21,9 @@ def as_lists(
 ) -> list[Any]:
   """Returns Q lists, one for each sequence; repeats a single list Q times.
 
-  Args:
-    name: the argument's name, for error messages.
-    value: one list for all sequences, or a list of Q such lists.
-    num_sequences: Q, the number of sequences.
-    depth: the nesting depth of the list of one sequence.
-
-  Raises:
-    TypeError: the nesting depth is neither `depth` nor `depth + 1`.
-    ValueError: the number of lists is not Q.
+  The list of one sequence has the nesting `depth`. Raises TypeError for a list
+  that is nested neither so deep nor one level deeper, and ValueError unless
+  there are Q lists. `name` is the argument's name in the message.
   """
   if _is_nested(value, depth + 1) and len(value):
     if len(value) != num_sequences:
@@ -91,15 +85,11 @@ def padded_words(name: str, lists: list[Any]) -> np.ndarray:
 def padded_biases(
   name: str, value: Any, num_sequences: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Converts dictionaries to padded tokens and biases, each [Q, X].
+  """Converts a dictionary for all Q sequences, or Q of them, to padded arrays.
 
-  One dictionary is for all Q sequences.
-
-  Raises:
-    TypeError: `value` is neither a dictionary nor a list of dictionaries, a
-      token is not an integer, or a bias is not real.
-    ValueError: a list has not Q dictionaries, or a token is not in int32 or
-      negative.
+  Returns tokens and biases, each [Q, X]. Raises TypeError and ValueError for
+  other values, tokens that are negative or not in int32, and biases that are
+  not real.
   """
   if isinstance(value, Mapping):
     value = [value] * num_sequences
@@ -130,12 +120,8 @@ def padded_biases(
 def as_tokens(name: str, value: Array, num_sequences: int, rank: int) -> Any:
   """Converts an array to int32 with a row for each of Q sequences.
 
-  An array with `rank - 1` axes is repeated for all sequences.
-
-  Raises:
-    TypeError: the array does not hold integers.
-    ValueError: the array has neither `rank` axes with Q rows, nor `rank - 1`
-      axes; or an axis is empty.
+  An array with `rank - 1` axes is repeated for all sequences. Raises ValueError
+  for other shapes.
   """
   tokens = as_int32(name, value)
   if tokens.ndim == rank - 1:

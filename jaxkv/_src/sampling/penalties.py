@@ -61,21 +61,9 @@ def last_tokens_of(
 ) -> Array:
   """Gathers the last X tokens of R sequences, with -1 before the first token.
 
-  Args:
-    tokens: int32[Q, W], the tokens of all sequences.
-    sequences: int32[R], the sequence of each row; out of range for an empty
-      row.
-    lengths: int32[R], the number of tokens of each row's sequence.
-    count: X, the number of tokens to gather.
-
-  Returns:
-    int32[R, X], with the last token in the last column.
-
-  Examples:
-    >>> tokens = jnp.asarray([[4, 5, 6, 0]], jnp.int32)
-    >>> zero, three = jnp.zeros((1,), jnp.int32), jnp.full((1,), 3, jnp.int32)
-    >>> last_tokens_of(tokens, zero, three, 4).tolist()
-    [[-1, 4, 5, 6]]
+  Row i reads `lengths[i]` tokens of row `sequences[i]` of int32[Q, W]; an empty
+  row has an index out of range. Returns int32[R, X], with the last token in the
+  last column, for X = `count`.
   """
   column = lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
   return indexing.take(tokens, sequences[:, None], column, fill=PADDING)
@@ -84,26 +72,12 @@ def last_tokens_of(
 def seen_in(
   tokens: Array, lengths: Array, is_sampled: Array, *, vocab_size: int
 ) -> Array:
-  """Counts the occurrences of each token in R sequences.
+  """Counts the occurrences of each token in R sequences, as uint16[R, V].
 
-  Args:
-    tokens: int32[R, W].
-    lengths: int32[R], the number of tokens in each row.
-    is_sampled: bool[R, W], True for tokens that the sequence has sampled, False
-      for tokens of the prompt.
-    vocab_size: V.
-
-  Returns:
-    uint16[R, V]. The lower 15 bits count the times that a token was sampled, up
-    to 32,767. The highest bit is set if the token occurs in the prompt.
-
-  Examples:
-    >>> tokens = jnp.asarray([[3, 1, 1, 1]], jnp.int32)
-    >>> length = jnp.full((1,), 4, jnp.int32)
-    >>> is_sampled = jnp.asarray([[False, False, True, True]])
-    >>> seen = seen_in(tokens, length, is_sampled, vocab_size=4)
-    >>> (seen >> 15).tolist(), (seen & 32767).tolist()
-    ([[0, 1, 0, 1]], [[0, 2, 0, 0]])
+  The lower 15 bits count the times that a token was sampled, up to 32,767. The
+  highest bit is set if the token occurs in the prompt. Reads the first
+  `lengths`, int32[R], of the `tokens`, int32[R, W]. `is_sampled`, bool[R, W],
+  is False for tokens of the prompt.
   """
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
@@ -139,20 +113,14 @@ def see(tally: Array, tokens: Array, mask: Array) -> Array:
 
 
 def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
-  """Applies biases, bans and penalties to the logits.
+  """Applies biases, bans and penalties to the logits of R rows.
 
   The order is `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
   `frequency_penalty`, `presence_penalty`. `sample_tokens` applies the
   temperature and the filters. The logits of banned tokens become -inf. Other
   finite logits stay finite, because values that would overflow are clipped.
-
-  Args:
-    logits: floats [R, V].
-    sampling: settings of these R rows, see `settings.rows`.
-    history: the tokens of the rows so far.
-
-  Returns:
-    float32[R, V].
+  `sampling` has the rows' settings, from `settings.rows`, and `history` their
+  tokens so far. Returns float32[R, V].
   """
   logits = as_floats("logits", logits)
   bias = sampling.logit_bias

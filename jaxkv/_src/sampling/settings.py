@@ -213,9 +213,7 @@ _RULES = {
 def as_sampling(sampling: Sampling | None, num_sequences: int) -> Sampling:
   """Checks settings and converts them to new arrays for Q sequences.
 
-  Args:
-    sampling: the caller's settings; None for the defaults.
-    num_sequences: Q, the number of sequences.
+  `sampling` is None for the defaults.
 
   Examples:
     >>> as_sampling(Sampling(top_k=50, stop_tokens=[2, 3]), 2).stop_tokens

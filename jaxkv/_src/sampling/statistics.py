@@ -82,20 +82,10 @@ def most_likely(
 ) -> tuple[Array, Array]:
   """Finds the X tokens with the highest logits, from the highest logit down.
 
-  Tokens of equal logits are sorted by id. If fewer than X logits are above
-  -inf, the remaining tokens are arbitrary, with logit -inf.
-
-  Args:
-    logits: float32[R, V].
-    count: X. More than V raises ValueError.
-    parts: a divisor of V, see `reductions`.
-
-  Returns:
-    The tokens, int32[R, X], and their logits, float32[R, X].
-
-  Examples:
-    >>> most_likely(jnp.asarray([[2.0, 5.0, 3.0, 5.0]]), 3)[0]
-    Array([[1, 3, 2]], dtype=int32)
+  Tokens of equal logits are sorted by id. If fewer than X = `count` of the
+  logits, float32[R, V], are above -inf, the remaining tokens are arbitrary,
+  with logit -inf. `parts` divides V, see `reductions`. Returns int32[R, X] and
+  float32[R, X]. X above V raises ValueError.
   """
   rows, vocab_size = logits.shape
   if count > vocab_size:

@@ -25,6 +25,7 @@ from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import is_exact
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_slots_unused
 from jaxkv._src.engine.memory import has_version
@@ -125,19 +126,11 @@ def init(
   Raises:
     TypeError: see `jaxkv.rollout.init`.
     ValueError: see `jaxkv.rollout.init`; or the pools cannot be split, see
-      `state_shardings`; `config.numerics` is "exact" with several devices along
-      `axes.model`, or with `axes.experts`; or `CacheConfig.offload_pages` is
-      set.
+      `state_shardings`; or `CacheConfig.offload_pages` is set.
   """
   check_axes(axes)
   check_config(config)
   check_cache(cache, "cache")
-  if config.numerics == "exact" and (axes.num_parts > 1 or axes.experts):
-    raise ValueError(
-      '`config.numerics` must be "fast" with `axes.model` or `axes.experts`, '
-      'got "exact": the last bits of a sum would depend on the number of '
-      "devices, or on the tokens of other shards; use `axes.data` alone."
-    )
   if cache.config.offload_pages:
     raise ValueError(
       "`cache` must have no offloaded pages, got "
@@ -233,11 +226,18 @@ def generate(
     TypeError: see `jaxkv.rollout.generate`.
     ValueError: see `jaxkv.rollout.generate`; or a parameter is not on the
       devices of the mesh, or is split along `axes.data` where `axes` does not
-      say so, or the reverse. Inside `jit`, only the devices are checked, and
-      for Explicit axes only.
+      say so, or the reverse; or `model` has exact numerics with several devices
+      along `axes.model`, or with `axes.experts`. Inside `jit`, only the devices
+      of parameters are checked, and for Explicit axes only.
   """
   check_axes(axes)
   check_rollout(state)
+  if is_exact(model) and (axes.num_parts > 1 or axes.experts):
+    raise ValueError(
+      '`model` must have numerics="fast" with `axes.model` or `axes.experts`, '
+      'got "exact": the last bits of a sum would depend on the number of '
+      "devices, or on the tokens of other shards; use `axes.data` alone."
+    )
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
 

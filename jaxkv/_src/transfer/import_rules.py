@@ -22,7 +22,6 @@ _OPTIONS = (
   "entropy",
   "top_log_probs",
   "prompt_log_probs",
-  "numerics",
   "record_experts",
 )
 
@@ -68,13 +67,7 @@ def layout_of(state: RolloutState) -> tuple[tuple[str, str], ...]:
 
 
 def check_exported(exported: Any, state: RolloutState) -> None:
-  """Raises unless `state` can continue the sequences of `exported`.
-
-  Raises:
-    TypeError: `exported` is not an `Exported`.
-    ValueError: a setting of `state` differs from `layout`, or `exported` is a
-      stack.
-  """
+  """Raises unless `state` can continue the sequences of `exported`."""
   hint = "unpack what `export` returned: `state, exported = ...`"
   arguments.check_type("exported", exported, Exported, "an Exported", hint)
   if len(exported.code.shape) != 1:

@@ -280,7 +280,9 @@ def _check_facts(facts: Any, folder: pathlib.Path) -> None:
 
 
 def _check_settings(saved: dict[str, str], settings: dict[str, str]) -> None:
-  num_shards = [_shards_of(facts[".key"]) for facts in (saved, settings)]
+  # The shape is [X] for X shards, and [] for a rollout without shards.
+  shapes = [facts[".key"].partition("[")[2] for facts in (saved, settings)]
+  num_shards = [shape.strip("]") or "none" for shape in shapes]
   if num_shards[0] != num_shards[1]:
     raise ValueError(
       "`target` must have as many shards as the saved rollout, "
@@ -295,11 +297,6 @@ def _check_settings(saved: dict[str, str], settings: dict[str, str]) -> None:
         f"rollout: `{name[1:]}` was {saved.get(name)}, got "
         f"{settings.get(name)}."
       )
-
-
-def _shards_of(setting: str) -> str:
-  """Returns the number of shards, from the setting of a key[X] or key[]."""
-  return setting.partition("[")[2].strip("]") or "none"
 
 
 def _sharding(name: str, leaf: Any) -> Sharding:

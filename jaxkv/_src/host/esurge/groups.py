@@ -24,11 +24,7 @@ class ChunkKeepingLastPage(ChunkedLocal):
 
 
 def spec_of(group: Any) -> Any:
-  """Returns `group` if it is a `GroupKind`, else its `kv_cache_spec`.
-
-  Raises:
-    TypeError: the group has no `kv_cache_spec` with a `page_size`.
-  """
+  """Returns `group` if it is a `GroupKind`, else its `kv_cache_spec`."""
   if isinstance(group, GroupKind):
     return group
   spec = getattr(group, "kv_cache_spec", None)

@@ -88,13 +88,10 @@ class EventGroup(NamedTuple):
 def stored_event(
   request: Any, group: EventGroup, first: int, is_listed: Sequence[Any]
 ) -> BlockStored:
-  """Returns an event for consecutive blocks of a request.
+  """Returns an event for consecutive blocks that a request cached or hit.
 
-  Args:
-    request: the request that cached or hit the blocks.
-    group: the group of the blocks.
-    first: the column of the first block in the request's block table.
-    is_listed: for each block, a true value to list its hash.
+  The first block is in column `first` of the request's block table. Blocks with
+  a true value in `is_listed` list their hash.
   """
   size, step, hashes = group.block_size, group.step, request.block_hashes
   listed = [first + n for n, is_found in enumerate(is_listed) if is_found]

@@ -34,31 +34,15 @@ _PRECISION = lax.Precision.HIGHEST
 def causal_conv(
   x: Array, weight: Array, state: Array, num_tokens: Array
 ) -> tuple[Array, Array]:
-  """Computes a depthwise causal convolution over W tokens.
+  """Computes a depthwise causal convolution over W tokens, without activation.
 
-  Applies no activation.
-
-  Args:
-    x: float[B, T, C], inputs.
-    weight: float[C, W]; the last column multiplies the current token.
-    state: float[B, C, W - 1], the inputs before the first token, oldest first;
-      zeros at the start of a sequence.
-    num_tokens: int32[B], number of valid tokens of each row.
+  The last column of `weight`, float[C, W], multiplies the current token of the
+  inputs `x`, float[B, T, C]. `state`, float[B, C, W - 1], has the inputs before
+  the first token, oldest first; zeros at the start of a sequence.
 
   Returns:
-    The outputs [B, T, C] in x's dtype, and the state after `num_tokens` tokens,
-    which is the last W - 1 valid inputs, in the dtype of `state`.
-
-  Examples:
-    >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
-    >>> out, state = causal_conv(
-    ...   x,
-    ...   jnp.asarray([[10.0, 1.0]]),
-    ...   jnp.zeros((1, 1, 1)),
-    ...   jnp.asarray([2], jnp.int32),
-    ... )
-    >>> out[0, :2, 0].tolist(), state.tolist()
-    ([1.0, 12.0], [[[2.0]]])
+    The outputs [B, T, C] in x's dtype, and the state after `num_tokens`,
+    int32[B], tokens: the last W - 1 valid inputs, in the dtype of `state`.
   """
   batch, columns, channels = x.shape
   width = weight.shape[1]
@@ -117,35 +101,18 @@ def gated_delta_rule(
 ) -> tuple[Array, Array]:
   """Runs the gated delta rule over the tokens of each row.
 
-  Args:
-    q: float[B, T, K, Dk], queries, which the function scales by Dk ** -0.5.
-    k: float[B, T, K, Dk], keys of norm 1, from `l2_normalized`. With larger
-      norms the state can diverge.
-    v: float[B, T, H, Dv], values; H is a multiple of K. Value head h uses the
-      query and key head h // (H // K).
-    decay: float[B, T, H], logarithms of the decay factors; at most 0.
-    beta: float[B, T, H], 0 .. 1, the share of the stored value to replace.
-    state: float[B, H, Dk, Dv]; zeros at the start of a sequence.
-    num_tokens: int32[B], number of valid tokens of each row, 0 .. T.
-    chunk: static; the number of tokens that are computed together.
+  Scales the queries `q`, float[B, T, K, Dk], by Dk ** -0.5. The keys `k` have
+  their shape, and norm 1, as from `l2_normalized`: with larger norms the state
+  can diverge. Head h of the values `v`, float[B, T, H, Dv], uses the query and
+  key head h // (H // K). `decay`, float[B, T, H], are logarithms, at most 0,
+  and `beta`, float[B, T, H], 0 .. 1, is the share of the stored value to
+  replace. `state`, float[B, H, Dk, Dv], is 0 at the start of a sequence. Only
+  the first `num_tokens`, int32[B], tokens of a row are valid; `chunk` tokens
+  are computed together.
 
   Returns:
     The outputs [B, T, H, Dv] in v's dtype, zeros past `num_tokens`, and the
     state after `num_tokens` tokens, float32[B, H, Dk, Dv].
-
-  Examples:
-    >>> ones = jnp.ones((1, 2, 1, 1))
-    >>> out, state = gated_delta_rule(
-    ...   ones,
-    ...   ones,
-    ...   ones * 8,
-    ...   jnp.zeros((1, 2, 1)),
-    ...   jnp.full((1, 2, 1), 0.5),
-    ...   jnp.zeros((1, 1, 1, 1)),
-    ...   jnp.asarray([2], jnp.int32),
-    ... )
-    >>> out.ravel().tolist(), state.item()
-    ([4.0, 6.0], 6.0)
   """
   batch, columns, heads, value_dim = v.shape
   chex.assert_equal_shape([q, k])
@@ -279,21 +246,10 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
 
 
 def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
-  """Unpacks the tokens of a packed call into rows.
+  """Unpacks N columns with the tokens of P rows to [P, T, ...].
 
-  Args:
-    packed: [N, ...], N columns with the tokens of P rows, row after row.
-    num_tokens: int32[P], number of tokens of each row.
-    width: static; T. Tokens of a row past T are dropped; with T = N, none.
-
-  Returns:
-    [P, T, ...], with arbitrary tokens past `num_tokens`.
-
-  Examples:
-    >>> num_tokens = jnp.asarray([1, 2], jnp.int32)
-    >>> rows = to_rows(jnp.asarray([5, 6, 7, 0]), num_tokens, 2)
-    >>> rows[1].tolist(), to_columns(rows, num_tokens, 4).tolist()
-    ([6, 7], [5, 6, 7, 0])
+  T is `width`. Tokens of a row past T are dropped; with T = N, none. The tokens
+  past `num_tokens`, int32[P], are arbitrary.
   """
   row_starts = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = row_starts[:, None] + jnp.arange(width, dtype=jnp.int32)[None]

@@ -306,10 +306,12 @@ class Decoder:
     numerics: "fast" or "exact". With "exact", `forward`, `forward_uncached` and
       `grouped_log_probs` compute bit-identical logits for a token, whether or
       not a call is differentiated. The bits do not depend on slots, chunks,
-      pages or other sequences. All calls must use the same kind of device, jax
-      version and `backend`, and weights must not be sharded. The page size must
-      be 16 on a GPU or TPU, and a divisor of 64 on a CPU. Gradients are
-      computed as with "fast", and only in reverse mode.
+      pages or other sequences. Log-probs of a rollout equal those of a trainer
+      and of `score` at the same temperature, unless other fields of `Sampling`
+      or `process` change the distribution. All calls must use the same kind of
+      device, jax version and `backend`, and weights must not be sharded. The
+      page size must be 16 on a GPU or TPU, and a divisor of 64 on a CPU.
+      Gradients are computed as with "fast", and only in reverse mode.
     tile: with "exact", the number of tokens that are computed together. Rollout
       and trainer need the same tile, because rounding depends on it. Decode
       steps are fastest if `tile` is the number of slots. Other calls are

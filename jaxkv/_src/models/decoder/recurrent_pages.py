@@ -133,16 +133,9 @@ def _run_blocks(
   """Runs packed rows, one block of tokens after another.
 
   Rows of any lengths need little padding: at most `block` - 1 columns each.
-
-  Args:
-    run: the recurrence.
-    inputs: arrays [C, ...] with the tokens of R rows, row after row.
-    states: the states before these tokens, [R, ...] each.
-    num_tokens: int32[R].
-    block: the number of tokens of a block.
-
-  Returns:
-    The outputs [C, ...], arbitrary past the last token; and the new states.
+  `inputs`, [C, ...] each, have the tokens of R rows, row after row, and
+  `states`, [R, ...] each, are those before these tokens. Returns the outputs
+  [C, ...], arbitrary past the last token, and the new states.
   """
   columns = inputs[0].shape[0]
   num_blocks = -(-num_tokens // block)

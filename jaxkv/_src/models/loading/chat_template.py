@@ -28,12 +28,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def inputs(
   messages: Any, *, answer: bool, tools: Any, documents: Any, **variables: Any
 ) -> dict[str, Any]:
-  """Returns the variables of a template, as JSON values.
-
-  Raises:
-    TypeError: a message, tool or document is not a mapping.
-    ValueError: there are no messages.
-  """
+  """Returns the variables of a template, as JSON values, or raises."""
   remedy = 'write [{"role": "user", "content": text}]'
   messages = [*map(_message, _mappings("messages", messages, remedy))]
   if not messages:
@@ -109,11 +104,7 @@ def _plain_fields(value: Any) -> Any:
 
 
 def choose(template: str | Mapping[str, str] | None, has_tools: bool) -> str:
-  """Returns the template for a conversation with or without tools.
-
-  Raises:
-    ValueError: there is no template, or none with a suitable name.
-  """
+  """Returns the template for a conversation; raises if there is none."""
   if template is None:
     raise ValueError(
       "the checkpoint has no chat template; write the text of the "

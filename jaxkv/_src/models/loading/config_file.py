@@ -47,13 +47,9 @@ class ConfigFile:
   def __init__(
     self, values: dict[str, Any], file: str, *, num_tensors: int = _MAX_INT
   ):
-    """Wraps the values of a file.
+    """Wraps the JSON object of a `file`, which error messages name.
 
-    Args:
-      values: the JSON object.
-      file: name of the file, for error messages.
-      num_tensors: number of tensors in the checkpoint, which bounds the number
-        of layers.
+    The number of tensors in the checkpoint bounds the number of layers.
     """
     self.file = file
     self._num_tensors = num_tensors

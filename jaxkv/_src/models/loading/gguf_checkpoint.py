@@ -40,11 +40,7 @@ _MAX_COUNT = 1 << 16
 
 
 def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  """Reads the metadata of a .gguf file, and opens its tensors.
-
-  Raises:
-    ImportError, ValueError: see `models.load`.
-  """
+  """Reads the metadata of a .gguf file, and opens its tensors."""
   if not path.exists():
     raise ValueError(f"there is no file {path}; name a .gguf file.")
   task = "To read a .gguf file"

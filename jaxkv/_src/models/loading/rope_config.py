@@ -42,14 +42,10 @@ def rope_table(
 def rope_of(
   table: Table, config: ConfigFile, head_dim: int, *, interleaved: bool = False
 ) -> Rope:
-  """Converts a table to the `Rope` of a layer.
+  """Converts a table, in the format of `rope_table`, to the `Rope` of a layer.
 
-  Args:
-    table: rotary settings in the format of `rope_table`.
-    config: the file, for the context length and for error messages.
-    head_dim: number of elements of a head. `partial_rotary_factor` in the table
-      is the fraction of these elements that are rotated.
-    interleaved: see `Rope`.
+  `partial_rotary_factor` in the table is the fraction of the `head_dim`
+  elements of a head that are rotated. `config` has the context length.
   """
   # A separate `ConfigFile` refuses unknown keys of the table.
   settings = ConfigFile(dict(table), f"the rope table of {config.file}")

@@ -95,10 +95,8 @@ def weight_map(
 ) -> WeightMap:
   """Returns a weight map with the usual names of tensors outside layers.
 
-  Args:
-    decoder: the decoder.
-    names_of: returns a `Name` for at least each parameter of a layer.
-    *unused: regular expressions for names of further tensors to ignore.
+  `names_of` returns a `Name` for at least each parameter of a layer. Tensors
+  whose names match one of the regular expressions `unused` are ignored.
   """
   v, e = decoder.vocab_size, decoder.embed_dim
   names: dict[str, Name] = {
