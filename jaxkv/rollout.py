@@ -1,6 +1,11 @@
 """The jitted generation loop over the cache, generic over a model function.
 
-Functions of a rollout's state:
+An `Engine` holds a model, a cache and compiled programs, and takes prompts:
+
+  engine = rollout.Engine(params, model, cache)
+  out = engine.generate(prompts, max_new_tokens=64)
+
+It is made of functions of a rollout's state, which can be called inside `jit`:
 
 | function | purpose |
 |---|---|
@@ -44,6 +49,7 @@ Types:
 | `Harvested`, `Generated`, `Grouped` | results |
 | `Exported` | sequences between `export` and `import_sequences` |
 | `Scored`, `Texts` | the results of `score` and `generate_texts` |
+| `Samples`, `PromptSamples` | the results of `Engine` |
 | `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `abort`, `requeue`, `export` and
@@ -110,6 +116,9 @@ from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.statistics import Records
+from jaxkv._src.service.engine import Engine
+from jaxkv._src.service.samples import PromptSamples
+from jaxkv._src.service.samples import Samples
 from jaxkv._src.texts import Texts
 from jaxkv._src.texts import generate_texts
 from jaxkv._src.transfer.export import export
@@ -119,6 +128,7 @@ from jaxkv._src.transfer.import_sequences import import_sequences
 __all__ = [
   "Counters",
   "Draft",
+  "Engine",
   "Exported",
   "Finish",
   "Generated",
@@ -130,11 +140,13 @@ __all__ = [
   "Memory",
   "Model",
   "Process",
+  "PromptSamples",
   "Records",
   "Requests",
   "RolloutConfig",
   "RolloutState",
   "Rows",
+  "Samples",
   "Sampling",
   "Scored",
   "SequenceStatus",

@@ -31,6 +31,7 @@ _LAYERS = (
     "jaxkv.workers",
   ),
   ("jaxkv._src.sharding", "jaxkv._src.workers"),
+  ("jaxkv._src.service",),
   ("jaxkv._src.texts", "jaxkv._src.transfer"),
   (
     "jaxkv._src.engine",

@@ -4,17 +4,21 @@ import inspect
 import json
 import pathlib
 import re
+import types
 from typing import Any
 
 import jax
 import pytest
 
 import jaxkv
+from jaxkv import rollout
 from jaxkv import sharding
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _TEXT = (_ROOT / "README.md").read_text("utf-8")
-*_PROGRAMS, _ON_DEVICES = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
+*_PROGRAMS, _OF_ENGINE, _ON_DEVICES = re.findall(
+  r"```python\n(.*?)```", _TEXT, re.S
+)
 
 _RESULTS = _ROOT / "benchmarks" / "results" / "peers_cpu_jax0.10.2.json"
 _FIGURES = {
@@ -38,6 +42,17 @@ def names() -> dict[str, Any]:
 
 def test_the_first_program_is_short():
   assert sum(bool(line) for line in _PROGRAMS[0].splitlines()) <= 20
+
+
+@pytest.mark.slow
+def test_the_engine_continues_texts(small_model):
+  """With a small model in place of the one that would be downloaded."""
+  loaded = types.SimpleNamespace(load=lambda _: small_model)
+  program = _OF_ENGINE.replace("engine.generate", "out = engine.generate")
+  names = {"models": loaded, "rollout": rollout}
+  exec(compile(program, "README.md", "exec"), names)
+  ((text,),) = names["out"]
+  assert isinstance(text, str) and text
 
 
 def test_help_has_the_program_for_several_devices():

@@ -166,7 +166,7 @@ def check_model(model: Any, config: RolloutConfig) -> None:
       "config=config)."
     )
   # Without this check, shards that make fewer calls would block the others.
-  axis = _keyword(model, "expert_axis")
+  axis = keyword(model, "expert_axis")
   if axis not in (None, config.lockstep_axis):
     raise ValueError(
       "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
@@ -177,15 +177,15 @@ def check_model(model: Any, config: RolloutConfig) -> None:
 
 def is_exact(model: Model) -> bool:
   """Returns True if the `config` bound in `model` has exact numerics."""
-  return getattr(_keyword(model, "config"), "numerics", None) == "exact"
+  return getattr(keyword(model, "config"), "numerics", None) == "exact"
 
 
 def vocab_size_of(model: Model) -> int | None:
   """Returns the `vocab_size` of the `config` bound in `model`; None without."""
-  return getattr(_keyword(model, "config"), "vocab_size", None)
+  return getattr(keyword(model, "config"), "vocab_size", None)
 
 
-def _keyword(model: Any, name: str) -> Any:
+def keyword(model: Any, name: str) -> Any:
   """Returns a keyword argument that is bound in a `functools.partial`."""
   return getattr(model, "keywords", {}).get(name)
 

@@ -23,7 +23,7 @@ from jaxkv._src.sampling.temperature import RANGE
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NO_LIMIT = 2**30
 # Fields that are read only when a sequence is created.
-_READ_ONCE = ("max_tokens", "seed")
+READ_ONCE = ("max_tokens", "seed")
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +122,7 @@ class Sampling:
   seed: Any = None
 
   def __post_init__(self) -> None:
-    for name, rule in _RULES.items():
+    for name, rule in RULES.items():
       value = getattr(self, name)
       if value is not None:
         _as_numbers(name, value, rule)
@@ -188,7 +188,7 @@ def _counts(requirement: str, minimum: int, neutral: int) -> _Rule:
   return _Rule(jnp.int32, lambda x: x >= minimum, requirement, neutral, neutral)
 
 
-_RULES = {
+RULES = {
   # A row without a sequence is greedy. On a CPU, a batch whose rows are all
   # greedy draws no random numbers.
   "temperature": _numbers(
@@ -227,7 +227,7 @@ def as_sampling(sampling: Sampling | None, num_sequences: int) -> Sampling:
       f"`sampling` must be a rollout.Sampling, got {type(sampling).__name__}."
     )
   fields: dict[str, Any] = {"stop_strings": sampling.stop_strings}
-  for name, rule in _RULES.items():
+  for name, rule in RULES.items():
     value = getattr(sampling, name)
     fields[name] = (
       None if value is None else _column(name, value, num_sequences, rule)
@@ -382,7 +382,7 @@ def rows(sampling: Sampling, sequences: Array) -> Sampling:
 
   fields = {
     name: take(getattr(sampling, name), rule.fill)
-    for name, rule in _RULES.items()
+    for name, rule in RULES.items()
   }
   bias = sampling.logit_bias
   return dataclasses.replace(
@@ -428,7 +428,7 @@ def put(sampling: Sampling, sequences: Array, new: Sampling) -> Sampling:
 
   fields = {
     name: write(name, getattr(sampling, name), getattr(new, name), rule.neutral)
-    for name, rule in _RULES.items()
+    for name, rule in RULES.items()
   }
   for name in ("stop_tokens", "bad_words"):
     fields[name] = write(
@@ -449,7 +449,7 @@ def _check_fields(sampling: Sampling, new: Sampling) -> None:
     name = field.name
     current = getattr(sampling, name)
     replacement = getattr(new, name)
-    if current is None and replacement is not None and name not in _READ_ONCE:
+    if current is None and replacement is not None and name not in READ_ONCE:
       raise ValueError(
         f"`sampling.{name}` must be None, because it was None in "
         "`rollout.init`, got a value; set it in `rollout.init`, too."

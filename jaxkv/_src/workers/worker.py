@@ -7,20 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.transfer.exported import Exported
-
-
-class PromptSamples(NamedTuple):
-  """All samples of a prompt, which have ended.
-
-  Attributes:
-    id: the id of the prompt's first sample.
-    results: the samples, as NumPy arrays with G rows.
-  """
-
-  id: int
-  results: Generated
 
 
 class Room(NamedTuple):

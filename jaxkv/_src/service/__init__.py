@@ -1,0 +1,1 @@
+"""The engine object: a rollout that lives on, for prompts and callers."""

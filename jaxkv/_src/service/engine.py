@@ -1,0 +1,500 @@
+"""Engine: a rollout with its weights, its memory and compiled programs."""
+
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import check_type
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.verbs.admit import match
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.generate import Until
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import StaticFunction
+from jaxkv._src.engine.hooks import check_model
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_tokens
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.update_weights import Policy
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.service import programs
+from jaxkv._src.service import prompts as prompt_arrays
+from jaxkv._src.service import samples
+from jaxkv._src.service import served_model
+from jaxkv._src.service.held_rollout import HeldRollout
+from jaxkv._src.service.prompt_reader import PromptReader
+from jaxkv._src.service.samples import PromptSamples
+from jaxkv._src.service.samples import Samples
+from jaxkv._src.transfer import snapshot
+
+_NO_LIMIT = 2**30
+_MAX_STEPS = 2**12
+_SECONDS = 0.5
+"""The time of a span of steps, after which the host looks at the results."""
+
+
+class Engine:
+  """A rollout that lives on: prompts enter, and samples leave.
+
+  An engine holds a `RolloutState` with the pages of its cache, and the compiled
+  programs that change it. All calls have the shapes of the engine, and prompts
+  are padded to powers of two, so calls with other prompts compile nothing.
+  Pages stay cached between calls.
+
+  One thread calls at a time; others wait. If a call fails while the state is
+  donated, its sequences and pages are lost: the call raises a RuntimeError that
+  says so, and the engine goes on with an empty cache.
+
+  Examples:
+    >>> import functools
+    >>> import jax, jaxkv
+    >>> from jaxkv import models, rollout
+    >>> decoder = models.llama(
+    ...   vocab_size=11, num_layers=1, embed_dim=8, num_heads=4,
+    ...   num_kv_heads=2, head_dim=2, mlp_dim=16
+    ... )
+    >>> engine = rollout.Engine(
+    ...   models.init_params(jax.random.key(0), decoder),
+    ...   functools.partial(models.forward, config=decoder),
+    ...   models.cache_config(decoder, num_slots=4, max_length=32),
+    ... )
+    >>> out = engine.generate([[3, 1, 4], [1, 5]], num_samples=2,
+    ...                       max_new_tokens=4)
+    >>> out.results.tokens.shape, out.results.mask.sum(axis=1).tolist()
+    ((4, 7), [4, 4, 4, 4])
+  """
+
+  def __init__(
+    self,
+    params: Any,
+    model: Any,
+    cache: CacheConfig | int,
+    config: RolloutConfig | None = None,
+    *,
+    process: Process | None = None,
+    draft: Draft | None = None,
+    tokenizer: Any = None,
+    init_kv: Callable[[CacheConfig], Any] | None = None,
+    num_prompts: int | None = None,
+    key: jax.Array | None = None,
+  ):
+    """Creates an engine; its first call compiles the loop.
+
+    Args:
+      params: the model's parameters, on one device. The engine keeps them, so
+        do not donate them.
+      model: a `jaxkv.models.Pretrained`, or a function, see `Model`.
+      cache: the sizes of the cache, or the number of bytes of its K/V.
+      config: static options; None for the defaults. `max_new_tokens` is the
+        default of `generate`. `max_length` is the longest sequence; 0 for what
+        a slot holds.
+      process: see `generate`.
+      draft: see `generate`.
+      tokenizer: an object with `encode`, `encode_chat` and `decode`, such as
+        `Pretrained.tokenizer`; None for that of `model`.
+      init_kv: makes the K/V memory of a CacheConfig; only for a `model` that is
+        not one of `jaxkv.models`.
+      num_prompts: the prompts that wait or run on the device; None for enough
+        that the slots stay busy.
+      key: key[]; None for `jax.random.key(0)`.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: `cache` is too small, or arguments do not fit each other.
+    """
+    config = RolloutConfig() if config is None else config
+    check_type("config", config, RolloutConfig, "a RolloutConfig")
+    self._served = served_model.served(model, config, init_kv)
+    check_model(self._served.call, config)
+    self._cache = served_model.sized(self._served, cache, config)
+    longest = config.max_length or self._cache.slot_tokens
+    # A request says how many tokens it generates.
+    self._config = dataclasses.replace(
+      config, max_length=longest, max_new_tokens=max(longest - 1, 1)
+    )
+    if num_prompts is None:
+      num_prompts = -(-4 * self._cache.num_slots // config.num_samples)
+    functions = self._served.call, process, draft
+    self._functions = tuple(map(StaticFunction, functions))
+    self._reader = PromptReader(
+      self._served,
+      self._config,
+      max_new_tokens=config.max_new_tokens,
+      tokenizer=tokenizer,
+    )
+    # Committed arrays: after uncommitted ones, those of `update_weights` would
+    # compile the loop again.
+    device = served_model.device_of(params)
+    self._params = jax.device_put(params, device)
+    self._lock = threading.RLock()
+    self._span_steps = 8
+    self._held = HeldRollout(
+      self._config,
+      self._cache,
+      num_prompts=as_count("num_prompts", num_prompts, 1),
+      init_kv=lambda: jax.device_put(self._served.init_kv(self._cache), device),
+      key=jax.random.key(0) if key is None else key,
+    )
+
+  # --- batches and streams ----------------------------------------------------
+
+  def generate(
+    self,
+    prompts: Sequence[Any],
+    *,
+    sampling: Sampling | None = None,
+    num_samples: int | None = None,
+    max_new_tokens: int | None = None,
+  ) -> Samples:
+    """Generates samples of each prompt, and returns when all have ended.
+
+    There can be any number of prompts and samples: as rows become free, further
+    prompts enter.
+
+    Args:
+      prompts: a list of prompts. Each is a text, token ids int32[L], or a chat:
+        a list of messages `{"role": ..., "content": ...}`.
+      sampling: settings of the P * n samples, see `Samples.results`; None for
+        temperature 1. A field that no earlier call had compiles the loop again.
+        The stop tokens of a `Pretrained` apply unless `stop_tokens` is set.
+      num_samples: n, the number of samples of each prompt; None for
+        `RolloutConfig.num_samples`.
+      max_new_tokens: the maximum number of tokens of a sample; None for
+        `RolloutConfig.max_new_tokens`.
+
+    Returns:
+      The samples. `results.finish` says why each has ended.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: a prompt is empty or too long, or a token or an argument is
+        out of range.
+      RuntimeError: the engine is closed, other sequences leave no room, or a
+        program failed.
+    """
+    options = {
+      "sampling": sampling,
+      "num_samples": num_samples,
+      "max_new_tokens": max_new_tokens,
+    }
+    with self._lock:
+      ended = sorted(self.stream(prompts, **options), key=lambda out: out.id)
+    results = samples.joined(ended)
+    rows = zip(results.tokens, results.mask, strict=True)
+    texts = self._reader.texts([tokens[mask] for tokens, mask in rows])
+    if texts is None:
+      return Samples(results, None)
+    count = len(texts) // len(prompts)
+    first_rows = range(0, len(texts), count)
+    return Samples(results, [texts[row : row + count] for row in first_rows])
+
+  def stream(
+    self,
+    prompts: Sequence[Any],
+    *,
+    sampling: Sampling | None = None,
+    num_samples: int | None = None,
+    max_new_tokens: int | None = None,
+  ) -> Iterator[PromptSamples]:
+    """Generates samples of each prompt, and yields each prompt when it ends.
+
+    A prompt with more than `RolloutConfig.num_samples` samples is yielded in
+    parts. See `generate` for the arguments and errors.
+    """
+    requests = self._reader.requests(
+      prompts,
+      sampling=sampling,
+      num_samples=num_samples,
+      max_new_tokens=max_new_tokens,
+    )
+    with self._lock:
+      self._held.adopt(requests)
+    return self._stream(requests)
+
+  def _stream(self, requests: Requests) -> Iterator[PromptSamples]:
+    num_entered, unfinished = 0, set()
+    num_prompts = len(requests.lengths)
+    while num_entered < num_prompts or unfinished:
+      with self._lock:
+        stop = min(num_entered + self.room(), num_prompts)
+        if stop > num_entered:
+          part = prompt_arrays.part(
+            requests, num_entered, stop, self._config.num_samples
+          )
+          unfinished |= set(self.submit(part).tolist())
+          num_entered = stop
+        elif not self._held.num_unfinished():
+          raise RuntimeError(
+            "The engine has no room for a prompt, because ended sequences that "
+            "`submit` added fill its queue; call `harvest` or `abort`."
+          )
+        self.step()
+        ended = self._held.harvest(unfinished)
+      unfinished -= {prompt.id for prompt in ended}
+      yield from ended
+
+  # --- single calls -----------------------------------------------------------
+
+  def submit(
+    self,
+    prompts: Any,
+    *,
+    sampling: Sampling | None = None,
+    num_samples: int | None = None,
+    max_new_tokens: int | None = None,
+  ) -> np.ndarray:
+    """Adds prompts to the queue; `step` computes them.
+
+    Args:
+      prompts: as in `generate`, or a `Requests`, without the other arguments.
+      sampling: see `generate`.
+      num_samples: at most `RolloutConfig.num_samples`.
+      max_new_tokens: see `generate`.
+
+    Returns:
+      The id of each prompt's first sample; the other samples have the next
+      ids. -1 for a prompt for which the queue has no room.  # int32[P]
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: as for `generate`.
+    """
+    with self._lock:
+      if isinstance(prompts, Requests):
+        requests = as_requests(prompts, self._config)
+        check_tokens(
+          "prompts.tokens",
+          requests.tokens,
+          requests.lengths,
+          vocab_size=self._reader.vocab_size,
+        )
+      else:
+        if num_samples is not None and num_samples > self._config.num_samples:
+          raise ValueError(
+            "`num_samples` must be at most RolloutConfig.num_samples, "
+            f"{self._config.num_samples}, got {num_samples}; raise it, or call "
+            "`generate`, which splits prompts."
+          )
+        requests = self._reader.requests(
+          prompts,
+          sampling=sampling,
+          num_samples=num_samples,
+          max_new_tokens=max_new_tokens,
+        )
+      return self._held.submit(requests)
+
+  def step(self, steps: int | None = None) -> int:
+    """Generates tokens; returns the number of sequences that are unfinished.
+
+    Args:
+      steps: the maximum number of model calls; None for about half a second,
+        or until as many sequences have ended as there are slots.
+    """
+    with self._lock:
+      num_steps = self._span_steps
+      max_ended = _NO_LIMIT
+      if steps is None:
+        num_ended = self._held.num_ended()
+        max_ended = num_ended + self._cache.num_slots
+      else:
+        num_steps = as_count("steps", steps, 1)
+      # Always both numbers, so that one program serves all calls.
+      until = Until(steps=jnp.int32(num_steps), sequences=jnp.int32(max_ended))
+      start_time = time.perf_counter()
+      progress = self._held.update(
+        lambda state: programs.advance(
+          self._params, state, until, self._functions
+        )
+      )
+      if steps is None:
+        elapsed = time.perf_counter() - start_time
+        self._span_steps = _next_span(self._span_steps, elapsed)
+      return int(np.sum(progress.status < SequenceStatus.DONE))
+
+  def harvest(self) -> list[PromptSamples]:
+    """Removes and returns the prompts whose samples have all ended."""
+    with self._lock:
+      return self._held.harvest(None)
+
+  def abort(self, ids: Sequence[int]) -> list[Status]:
+    """Ends sequences and frees their pages, see `jaxkv.rollout.abort`."""
+    with self._lock:
+      return self._held.by_id(programs.abort, ids)
+
+  def extend(
+    self,
+    ids: Sequence[int],
+    tokens: Sequence[Any],
+    *,
+    max_new_tokens: int | None = None,
+  ) -> list[Status]:
+    """Appends tokens to sequences and resumes them.
+
+    Args:
+      ids: the ids of R sequences, ended or running.
+      tokens: R lists of token ids, such as the answer of a tool.
+      max_new_tokens: the maximum number of tokens to sample in the new turn;
+        None for `RolloutConfig.max_new_tokens`.
+
+    Returns:
+      A `Status` for each sequence, see `jaxkv.rollout.extend`.
+    """
+    if len(tokens) != len(ids):
+      raise ValueError(
+        f"`tokens` must have a list for each of the {len(ids)} ids, got "
+        f"{len(tokens)}."
+      )
+    budget = self._reader.budget(max_new_tokens)
+    rows, lengths = prompt_arrays.stacked(list(tokens))
+    check_tokens("tokens", rows, lengths, vocab_size=self._reader.vocab_size)
+    limits = np.full((len(ids),), budget, np.int32)
+    with self._lock:
+      return self._held.by_id(
+        programs.extend, ids, rows, lengths, max_tokens=limits
+      )
+
+  def update_weights(self, params: Any, policy: Policy = "recompute") -> None:
+    """Replaces the weights, see `jaxkv.rollout.update_weights`.
+
+    Args:
+      params: arrays with the shapes, dtypes and devices of the first weights.
+      policy: what becomes of unfinished sequences.
+    """
+    with self._lock:
+
+      def placed(old: jax.Array, new: Any) -> jax.Array:
+        # Other dtypes would compile again, and change the log-probs.
+        return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
+
+      placed_params = jax.tree.map(placed, self._params, params)
+      self._held.update(
+        lambda state: (programs.update_weights(state, policy=policy), None)
+      )
+      self._params = placed_params
+
+  def score(
+    self,
+    prompts: Sequence[Any],
+    completions: Sequence[Sequence[Any]],
+    **options: Any,
+  ) -> Any:
+    """Computes log-probs of completions, see `jaxkv.rollout.score`.
+
+    Args:
+      prompts: N prompts, as in `generate`.
+      completions: for each prompt, G lists of token ids.
+      **options: `temperature`, `entropy`, `top_log_probs`, `chunk`, `salts` and
+        `extra` of `jaxkv.rollout.score`.
+
+    Returns:
+      A `jaxkv.rollout.Scored`, as NumPy arrays; the columns end with the
+      longest completion.
+    """
+    with self._lock:
+      rows = self._reader.tokens(prompts, self._config.max_length - 1)
+      tokens, lengths = prompt_arrays.stacked(rows)
+      answer_tokens, answer_lengths = prompt_arrays.stacked_groups(
+        completions, len(rows)
+      )
+      scored = self._held.update(
+        lambda state: programs.score(
+          self._params,
+          state,
+          tokens,
+          lengths,
+          answer_tokens,
+          answer_lengths,
+          function=self._functions[0],
+          **options,
+        )
+      )
+      longest = max(1, int(answer_lengths.max()))
+      return jax.tree.map(
+        lambda array: array[:, :, :longest] if array.ndim > 2 else array, scored
+      )
+
+  # --- looking ----------------------------------------------------------------
+
+  @property
+  def state(self) -> RolloutState:
+    """The state, a value that may be kept.
+
+    The next call that changes the engine copies the K/V memory once, because it
+    cannot donate a state that somebody may keep.
+    """
+    with self._lock:
+      return self._held.lend()
+
+  @property
+  def counters(self) -> Counters:
+    """The counters of the rollout, as NumPy arrays."""
+    with self._lock:
+      return jax.device_get(self._held.read().counters)
+
+  def room(self) -> int:
+    """Returns the number of prompts for which the queue has room."""
+    with self._lock:
+      status = self._held.progress().status.reshape(
+        -1, self._config.num_samples
+      )
+    return int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
+
+  def match(self, prompts: Sequence[Any]) -> np.ndarray:
+    """Returns the number of cached tokens of each prompt, int32[P]."""
+    with self._lock:
+      state = self._held.read()
+      rows = self._reader.tokens(prompts, self._config.max_length - 1)
+      requests = prompt_arrays.requests_of(
+        rows, self._config, sampling=None, num_samples=1
+      )
+      rows = prompt_arrays.padded(requests, self._config, state.queue.width)
+      matched = match(state.memory.cache, rows.tokens, rows.lengths)
+      return np.asarray(matched.num_cached_tokens)[: len(prompts)]
+
+  # --- keeping ----------------------------------------------------------------
+
+  def save(self, folder: str | pathlib.Path, *, pages: bool = True) -> None:
+    """Saves the state, see `jaxkv.checkpoint.save`."""
+    with self._lock:
+      snapshot.save(folder, self._held.read(), pages=pages)
+
+  def restore(self, folder: str | pathlib.Path) -> None:
+    """Restores the state that `save` of an equal engine wrote."""
+    with self._lock:
+      state = snapshot.restore(folder, self._held.read())
+      self._held.replace(state)
+
+  def close(self) -> None:
+    """Frees the memory of the cache; further calls raise a RuntimeError."""
+    with self._lock:
+      self._held.replace(None)
+      self._params = None
+
+  def __enter__(self) -> "Engine":
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self.close()
+
+
+def _next_span(num_steps: int, seconds: float) -> int:
+  """Returns the steps of the next span, at most twice as many."""
+  # A span in which all sequences end early takes little time, whatever its
+  # steps.
+  fitting_steps = round(_SECONDS * num_steps / seconds)
+  return max(1, min(2 * num_steps, fitting_steps, _MAX_STEPS))

@@ -1,0 +1,255 @@
+"""The state of an engine, which its programs donate."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import init as init_cache
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import init
+from jaxkv._src.kv.offload_memory import init_offload
+from jaxkv._src.service import programs
+from jaxkv._src.service import prompts as prompt_arrays
+from jaxkv._src.service import samples
+from jaxkv._src.service.samples import PromptSamples
+
+
+class HeldRollout:
+  """A rollout whose programs update it in place, or an empty one after a fault.
+
+  The caller holds a lock during each call.
+  """
+
+  def __init__(
+    self,
+    config: RolloutConfig,
+    cache: CacheConfig,
+    *,
+    num_prompts: int,
+    init_kv: Callable[[], Any],
+    key: jax.Array,
+  ):
+    """Creates a rollout without sequences.
+
+    Args:
+      config: the options of the rollout.
+      cache: the sizes of the cache.
+      num_prompts: the prompts for which the queue has room.
+      init_kv: makes the K/V memory, on its device.
+      key: key[].
+    """
+    self._config = config
+    self._cache = cache
+    self._num_prompts = num_prompts
+    self._init_kv = init_kv
+    self._key = key
+    self._next_id = 0
+    self._is_lent = False
+    self._state: RolloutState | None = self._empty()
+
+  def read(self) -> RolloutState:
+    """Returns the state, which the next `update` donates."""
+    if self._state is None:
+      raise RuntimeError("The engine is closed; make another one.")
+    return self._state
+
+  def lend(self) -> RolloutState:
+    """Returns the state, which the next `update` copies and does not donate."""
+    self._is_lent = True
+    return self.read()
+
+  def progress(self) -> programs.Progress:
+    """Returns the ids, statuses and lengths, as NumPy arrays."""
+    return jax.device_get(programs.read_progress(self.read()))
+
+  def num_unfinished(self) -> int:
+    """Returns the number of sequences that wait or run."""
+    return int(np.sum(self.progress().status < SequenceStatus.DONE))
+
+  def num_ended(self) -> int:
+    """Returns the number of ended sequences that are still in the queue."""
+    return int(np.sum(_has_ended(self.progress().status)))
+
+  def update(self, program: Callable[[RolloutState], tuple[Any, Any]]) -> Any:
+    """Calls a program that donates the state.
+
+    Args:
+      program: maps the state to the new state and a result.
+
+    Returns:
+      The result, as NumPy arrays.
+
+    Raises:
+      RuntimeError: the program failed and the state is lost.
+    """
+    state = self.read()
+    if self._is_lent:
+      self._state = state = programs.copy(state)
+      self._is_lent = False
+    try:
+      self._state, out = program(state)
+      # Errors of a device appear when its results are read.
+      return jax.device_get(out)
+    except BaseException as error:
+      if not _is_lost(self._state):
+        raise
+      self._state = self._empty()
+      message = (
+        "The engine lost its sequences and cached pages, because a program "
+        "failed that had donated its state; it goes on with an empty cache."
+      )
+      if isinstance(error, Exception):
+        raise RuntimeError(message) from error
+      error.add_note(message)
+      raise
+
+  def submit(self, requests: Requests) -> np.ndarray:
+    """Adds prompts to the queue, in a call of one of few shapes.
+
+    Returns:
+      The id of each prompt's first sample; -1 for a prompt for which the queue
+      has no room.  # int32[P]
+
+    Raises:
+      ValueError: a prompt is not valid.
+    """
+    self.adopt(requests)
+    queue = self.read().queue
+    num_samples = self._config.num_samples
+    num_prompts = len(requests.lengths)
+    requests = prompt_arrays.with_salts(requests, queue, self._config)
+    requests = prompt_arrays.padded(requests, self._config, queue.width)
+    mask = np.arange(len(requests.lengths)) < num_prompts
+    ids = self._next_id + np.arange(len(mask), dtype=np.int32) * num_samples
+    out = self.update(
+      lambda state: programs.submit(state, requests, ids=ids, mask=mask)
+    )
+    self._next_id += num_prompts * num_samples
+    for index, code in enumerate(out.code[:num_prompts].tolist()):
+      if code not in (Status.OK, Status.QUEUE_FULL):
+        raise ValueError(
+          f"`prompts[{index}]` must be valid, got {Status(code).name}; see "
+          "jaxkv.rollout.submit."
+        )
+    return out.ids[:num_prompts]
+
+  def harvest(self, wanted: set[int] | None) -> list[PromptSamples]:
+    """Removes ended prompts, all or those whose ids are in `wanted`."""
+    progress = self.progress()
+    num_samples = self._config.num_samples
+    status = progress.status.reshape(-1, num_samples)
+    has_ended = np.any(_has_ended(status), axis=1)
+    has_ended &= np.all(status >= SequenceStatus.DONE, axis=1)
+    first_ids = progress.ids.reshape(-1, num_samples)[:, 0]
+    if wanted is not None:
+      has_ended &= np.isin(first_ids, list(wanted))
+    if not has_ended.any():
+      return []
+    out = self.update(
+      functools.partial(
+        programs.harvest, mask=np.repeat(has_ended, num_samples), groups=True
+      )
+    )
+    return samples.split(out.results, num_samples)
+
+  def by_id(
+    self, program: Callable, ids: Sequence[int], *rows: Any, **options: Any
+  ) -> list[Status]:
+    """Calls a verb of R sequences, padded to a power of two."""
+    count = len(ids)
+    if not count:
+      return []
+    index = np.minimum(np.arange(prompt_arrays.power_of_two(count)), count - 1)
+    ids, rows, options = jax.tree.map(
+      lambda array: np.asarray(array, np.int32)[index],
+      (np.asarray(ids), rows, options),
+    )
+    mask = np.arange(len(index)) < count
+    out = self.update(
+      lambda state: program(state, ids, *rows, mask=mask, **options)
+    )
+    return [Status(code) for code in out.code[:count].tolist()]
+
+  def replace(self, state: RolloutState | None) -> None:
+    """Replaces the state, and frees the memory of the old one."""
+    if self._state is not None and not self._is_lent:
+      for leaf in jax.tree.leaves(self._state):
+        leaf.delete()
+    self._state = state
+    self._is_lent = False
+    if state is not None:
+      self._next_id = int(state.queue.next_id)
+
+  def adopt(self, requests: Requests) -> None:
+    """Gives the queue the optional fields of requests.
+
+    Raises:
+      ValueError: the queue has sequences, and lacks a field.
+    """
+    state = self.read()
+    template = prompt_arrays.without_samples(
+      self._num_prompts, self._config, requests, state.queue
+    )
+    template = as_requests(template, self._config)
+    if prompt_arrays.fits(template, state.queue):
+      return
+    if np.any(self.progress().status < SequenceStatus.EMPTY):
+      raise ValueError(
+        "`sampling` and other optional fields must be those of earlier calls "
+        "while sequences are in the queue, got others; harvest them first."
+      )
+    memory = state.memory
+    renewed = init(
+      memory.cache,
+      memory.kv,
+      template,
+      self._key,
+      self._config,
+      first_sequence=self._next_id,
+      version=memory.cache.epoch,
+      offload=memory.offload,
+    )
+    self._state = dataclasses.replace(
+      renewed, counters=state.counters, log=state.log
+    )
+
+  def _empty(self) -> RolloutState:
+    """Returns a state without sequences, with a new cache."""
+    # The secret of page keys is random, so that nobody can construct equal keys
+    # for different tokens.
+    secret = jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))
+    kv = self._init_kv()
+    return init(
+      init_cache(self._cache, secret),
+      kv,
+      prompt_arrays.without_samples(self._num_prompts, self._config),
+      self._key,
+      self._config,
+      offload=init_offload(kv, self._cache)
+      if self._cache.offload_pages
+      else None,
+    )
+
+
+def _has_ended(status: Any) -> Any:
+  """Returns True for ended sequences that are still in the queue."""
+  is_ended = status >= SequenceStatus.DONE
+  return is_ended & (status != SequenceStatus.EMPTY)
+
+
+def _is_lost(state: RolloutState | None) -> bool:
+  """Returns True if an array of a state was donated or deleted."""
+  return any(leaf.is_deleted() for leaf in jax.tree.leaves(state))

@@ -1,0 +1,93 @@
+"""The compiled programs of engines, which donate the state.
+
+They are at module level, so that engines with equal functions and sizes share
+them.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.engine.generate import Until
+from jaxkv._src.engine.generate import generate
+from jaxkv._src.engine.hooks import StaticFunction
+from jaxkv._src.engine.results.generated import harvest as harvest_rows
+from jaxkv._src.engine.score import Scored
+from jaxkv._src.engine.score import score as score_groups
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs import abort as abort_verbs
+from jaxkv._src.engine.verbs import extend as extend_verb
+from jaxkv._src.engine.verbs import submit as submit_verb
+from jaxkv._src.engine.verbs import update_weights as weights_verb
+from jaxkv._src.transfer import export as export_verb
+from jaxkv._src.transfer import import_sequences as import_verb
+
+_OPTIONS_OF_SCORE = ("entropy", "top_log_probs", "chunk")
+
+
+class Progress(NamedTuple):
+  """The state of all sequences after a call.
+
+  Attributes:
+    ids: int32[Q].
+    status: int32[Q], a `SequenceStatus` for each row.
+    lengths: int32[Q].
+  """
+
+  ids: Array
+  status: Array
+  lengths: Array
+
+
+def _advance(
+  params: Any,
+  state: RolloutState,
+  until: Until,
+  functions: tuple[StaticFunction, ...],
+) -> tuple[RolloutState, Progress]:
+  """Generates tokens with a model, a `Process` and a `Draft`."""
+  model, process, draft = (static.function for static in functions)
+  state = generate(
+    params, state, until, model=model, process=process, draft=draft
+  )
+  return state, progress_of(state)
+
+
+def _score(
+  params: Any,
+  state: RolloutState,
+  *groups: Array,
+  function: StaticFunction,
+  **options: Any,
+) -> tuple[RolloutState, Scored]:
+  return score_groups(
+    params, state, *groups, model=function.function, **options
+  )
+
+
+def progress_of(state: RolloutState) -> Progress:
+  """Returns the ids, statuses and lengths of a state, in new arrays."""
+  queue = state.queue
+  return Progress(*map(jnp.copy, (queue.ids, queue.status, queue.length)))
+
+
+advance = jax.jit(_advance, static_argnums=3, donate_argnums=1)
+submit = jax.jit(submit_verb.submit, donate_argnums=0)
+harvest = jax.jit(harvest_rows, static_argnames="groups", donate_argnums=0)
+extend = jax.jit(extend_verb.extend, donate_argnums=0)
+abort = jax.jit(abort_verbs.abort, donate_argnums=0)
+update_weights = jax.jit(
+  weights_verb.update_weights, static_argnames="policy", donate_argnums=0
+)
+export = jax.jit(
+  export_verb.export, static_argnames="max_pages", donate_argnums=0
+)
+import_sequences = jax.jit(import_verb.import_sequences, donate_argnums=0)
+score = jax.jit(
+  _score, static_argnames=("function", *_OPTIONS_OF_SCORE), donate_argnums=1
+)
+copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+read_progress = jax.jit(progress_of)

@@ -1,0 +1,163 @@
+"""Reads an engine's prompts: texts, chats and token ids."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.hooks import vocab_size_of
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.settings import as_sampling
+from jaxkv._src.service import prompts as prompt_arrays
+from jaxkv._src.service.served_model import ServedModel
+
+
+class PromptReader:
+  """Converts prompts to requests, with the limits of an engine.
+
+  Attributes:
+    config: the options of the engine, with W as `max_length`.
+    vocab_size: the number of token ids; None if it is not known.
+  """
+
+  def __init__(
+    self,
+    model: ServedModel,
+    config: RolloutConfig,
+    *,
+    max_new_tokens: int,
+    tokenizer: Any,
+  ):
+    """Creates a reader.
+
+    Args:
+      model: the model, with its stop tokens and tokenizer.
+      config: the options of the engine.
+      max_new_tokens: the default of the calls that generate.
+      tokenizer: the tokenizer; None for that of the model.
+    """
+    self.config = config
+    self.vocab_size = vocab_size_of(model.call)
+    self._model = model
+    self._default_new_tokens = max_new_tokens
+    self._tokenizer = tokenizer
+
+  def requests(
+    self,
+    prompts: Sequence[Any],
+    *,
+    sampling: Sampling | None,
+    num_samples: int | None,
+    max_new_tokens: int | None,
+  ) -> Requests:
+    """Returns the requests of prompts; see `Engine.generate`."""
+    if num_samples is None:
+      num_samples = self.config.num_samples
+    num_samples = as_count("num_samples", num_samples, 1)
+    budget = self.budget(max_new_tokens)
+    rows = self.tokens(prompts, self.config.max_length - budget)
+    settings = as_sampling(sampling, len(rows) * num_samples)
+    limits = settings.max_tokens
+    if limits is None:
+      limits = jnp.full((len(rows) * num_samples,), budget, jnp.int32)
+    settings = dataclasses.replace(
+      settings, max_tokens=jnp.minimum(limits, budget)
+    )
+    if settings.stop_tokens is None and self._model.stop_tokens:
+      settings = dataclasses.replace(
+        settings, stop_tokens=list(self._model.stop_tokens)
+      )
+    return prompt_arrays.requests_of(
+      rows, self.config, sampling=settings, num_samples=num_samples
+    )
+
+  def budget(self, max_new_tokens: int | None) -> int:
+    """Returns the number of tokens to generate, at most W - 1."""
+    longest = self.config.max_new_tokens
+    if max_new_tokens is None:
+      return min(self._default_new_tokens, longest)
+    budget = as_count("max_new_tokens", max_new_tokens, 1)
+    if budget > longest:
+      raise ValueError(
+        f"`max_new_tokens` must be at most {longest}, so that it fits a "
+        f"sequence with its prompt, got {budget}; raise "
+        "RolloutConfig.max_length or CacheConfig.pages_per_slot."
+      )
+    return budget
+
+  def tokens(self, prompts: Sequence[Any], max_length: int) -> list[np.ndarray]:
+    """Returns the tokens of each prompt, int32[L], 1 .. `max_length` of them.
+
+    Raises:
+      TypeError: `prompts` is not a list, or a prompt has a wrong type.
+      ValueError: there is no prompt, a prompt is empty or too long, or a token
+        id is out of range.
+    """
+    if isinstance(prompts, str) or not isinstance(
+      prompts, Sequence | np.ndarray | jax.Array
+    ):
+      raise TypeError(
+        f"`prompts` must be a list, got {type(prompts).__name__}; write "
+        "[prompt] for one prompt."
+      )
+    if not len(prompts):
+      raise ValueError("`prompts` must have at least one prompt, got none.")
+    rows = []
+    for index, prompt in enumerate(prompts):
+      name = f"prompts[{index}]"
+      row = self._tokens_of(name, prompt)
+      if not 0 < len(row) <= max_length:
+        raise ValueError(
+          f"`{name}` must have 1 to {max_length} tokens, so that a sequence of "
+          f"the longest length has room for the new tokens, got {len(row)}; "
+          "shorten it, or lower max_new_tokens."
+        )
+      self._check_ids(name, row)
+      rows.append(row)
+    return rows
+
+  def _tokens_of(self, name: str, prompt: Any) -> np.ndarray:
+    if isinstance(prompt, str):
+      return self.open_tokenizer().encode(prompt)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+      return self.open_tokenizer().encode_chat(prompt)
+    ids = np.asarray(as_int32(name, prompt))
+    if ids.ndim != 1:
+      raise ValueError(
+        f"`{name}` must be a list of token ids, got an array of shape "
+        f"{list(ids.shape)}; write [ids] for one prompt."
+      )
+    return ids
+
+  def _check_ids(self, name: str, row: np.ndarray) -> None:
+    last_id = 2**31 - 1 if self.vocab_size is None else self.vocab_size - 1
+    if row.min() < 0 or row.max() > last_id:
+      raise ValueError(
+        f"`{name}` must have token ids from 0 to {last_id}, got {row.min()} to "
+        f"{row.max()}."
+      )
+
+  def texts(self, rows: list[np.ndarray]) -> list[str] | None:
+    """Returns the texts of lists of tokens; None without a tokenizer."""
+    if self._tokenizer is None and self._model.tokenizer is None:
+      return None
+    decode = self.open_tokenizer().decode
+    return [decode(row) for row in rows]
+
+  def open_tokenizer(self) -> Any:
+    """Returns the tokenizer, or raises ValueError if there is none."""
+    if self._tokenizer is None:
+      if self._model.tokenizer is None:
+        raise ValueError(
+          "`tokenizer` must be given to the engine for prompts that are texts "
+          "or chats, got None; or give token ids."
+        )
+      self._tokenizer = self._model.tokenizer()
+    return self._tokenizer

@@ -1,0 +1,192 @@
+"""Prompts of an engine's caller as requests of few shapes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import map_rows
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.neutral import neutral
+from jaxkv._src.sampling.settings import Sampling
+
+
+def stacked(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns lists of tokens as int32[P, L], padded to a power of two.
+
+  Also returns their lengths, int32[P].
+  """
+  lengths = np.asarray([len(row) for row in rows], np.int32)
+  num_columns = power_of_two(max(1, int(lengths.max(initial=1))))
+  tokens = np.zeros((len(rows), num_columns), np.int32)
+  for padded_row, row in zip(tokens, rows, strict=True):
+    padded_row[: len(row)] = row
+  return tokens, lengths
+
+
+def stacked_groups(
+  groups: Sequence[Sequence[Any]], num_prompts: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns completions as int32[N, G, R], and their lengths, int32[N, G].
+
+  Raises ValueError unless each of N prompts has G lists of token ids.
+  """
+  num_samples = {len(group) for group in groups}
+  if len(groups) != num_prompts or len(num_samples) != 1 or 0 in num_samples:
+    raise ValueError(
+      f"`completions` must have equally many lists for each of {num_prompts} "
+      f"prompts, at least one, got {[len(group) for group in groups]}."
+    )
+  rows = [
+    np.asarray(as_int32(f"completions[{index}]", list(completion)))
+    for index, group in enumerate(groups)
+    for completion in group
+  ]
+  tokens, lengths = stacked(rows)
+  shape = num_prompts, num_samples.pop()
+  return tokens.reshape(*shape, -1), lengths.reshape(shape)
+
+
+def requests_of(
+  rows: list[np.ndarray],
+  config: RolloutConfig,
+  *,
+  sampling: Sampling | None,
+  num_samples: int,
+) -> Requests:
+  """Makes requests for n samples of each prompt, in the order of the samples.
+
+  A prompt with more samples than `RolloutConfig.num_samples` becomes several
+  requests. `sampling` has one row, or P * n rows.
+  """
+  num_samples = as_count("num_samples", num_samples, 1)
+  limit = config.num_samples
+  num_parts = -(-num_samples // limit)
+  tokens, lengths = stacked(rows)
+  prompt = np.repeat(np.arange(len(rows)), num_parts)
+  first_sample = np.tile(np.arange(num_parts) * limit, len(rows))
+  counts = np.minimum(num_samples - first_sample, limit).astype(np.int32)
+  sample = first_sample[:, None] + np.arange(limit)
+  sample = prompt[:, None] * num_samples + np.minimum(sample, num_samples - 1)
+  all_settings = settings.as_sampling(sampling, len(rows) * num_samples)
+  requests = Requests(tokens, lengths, sampling=all_settings)
+  requests = map_rows(
+    lambda array: np.asarray(array)[prompt],
+    lambda array: np.asarray(array)[sample.reshape(-1)],
+    requests,
+  )
+  return dataclasses.replace(requests, num_samples=counts)
+
+
+def part(requests: Requests, start: int, stop: int, samples: int) -> Requests:
+  """Returns the prompts from `start` to `stop` - 1, with their samples."""
+  return map_rows(
+    lambda array: array[start:stop],
+    lambda array: array[start * samples : stop * samples],
+    requests,
+  )
+
+
+def padded(requests: Requests, config: RolloutConfig, width: int) -> Requests:
+  """Pads prompts and their tokens to powers of two; repeats the last prompt.
+
+  So all calls together compile few programs. A queue of `width` columns takes
+  prompts of at most `width` - 1 tokens.
+  """
+  num_prompts, columns = np.shape(requests.tokens)
+  rows = np.minimum(np.arange(power_of_two(num_prompts)), num_prompts - 1)
+  samples = np.arange(config.num_samples)
+  sample_rows = (rows[:, None] * config.num_samples + samples).reshape(-1)
+  requests = map_rows(
+    lambda array: np.asarray(array)[rows],
+    lambda array: np.asarray(array)[sample_rows],
+    requests,
+  )
+  num_columns = min(power_of_two(columns), width - 1)
+  tokens = np.asarray(requests.tokens)[:, :num_columns]
+  tokens = np.pad(tokens, ((0, 0), (0, num_columns - tokens.shape[1])))
+  return dataclasses.replace(requests, tokens=tokens)
+
+
+def power_of_two(count: int) -> int:
+  return 1 << (count - 1).bit_length()
+
+
+def without_samples(
+  num_prompts: int,
+  config: RolloutConfig,
+  fields: Requests | None = None,
+  queue: Queue | None = None,
+) -> Requests:
+  """Returns prompts without samples, for a queue that takes `fields`.
+
+  The queue has the optional fields of `fields`, and the numbers and lists of
+  `Sampling` of an earlier queue.
+  """
+  num_rows = num_prompts * config.num_samples
+  earlier = [] if queue is None else [queue.sampling]
+  sampling = neutral(num_rows, *earlier)
+  priority = None if queue is None else queue.priority
+  salts = None if queue is None else queue.salts
+  extra = None
+  if fields is not None:
+    assert fields.sampling is not None
+    sampling = neutral(num_rows, *earlier, fields.sampling)
+    strings = fields.sampling.stop_strings
+    if strings is not None:
+      strings = dataclasses.replace(
+        strings, start=np.zeros((num_rows,), np.int32)
+      )
+    sampling = dataclasses.replace(sampling, stop_strings=strings)
+    priority = fields.priority if priority is None else priority
+    salts = fields.salts if salts is None else salts
+    extra = jax.tree.map(
+      lambda leaf: np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype),
+      fields.extra,
+    )
+  return Requests(
+    np.zeros((num_prompts, 1), np.int32),
+    np.ones((num_prompts,), np.int32),
+    sampling=sampling,
+    num_samples=np.zeros((num_prompts,), np.int32),
+    priority=None if priority is None else np.zeros((num_rows,), np.int32),
+    salts=None
+    if salts is None
+    else np.zeros((num_rows, hashing.KEY_WORDS), np.uint32),
+    extra=extra,
+  )
+
+
+def fits(requests: Requests, queue: Queue) -> bool:
+  """Returns True if a queue has the optional fields of `without_samples`."""
+
+  def layout(rows: Any) -> Any:
+    sampling = dataclasses.replace(rows.sampling, max_tokens=None, seed=None)
+    leaves = sampling, rows.extra, rows.salts, rows.priority
+    return jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), leaves)
+
+  assert requests.sampling is not None
+  if layout(requests) != layout(queue):
+    return False
+  strings = requests.sampling.stop_strings
+  old_strings = queue.sampling.stop_strings
+  return strings is None or np.array_equal(strings.next, old_strings.next)
+
+
+def with_salts(
+  requests: Requests, queue: Queue, config: RolloutConfig
+) -> Requests:
+  """Adds salts of 0, which mean none, if the queue has salts."""
+  if queue.salts is None or requests.salts is not None:
+    return requests
+  num_rows = len(requests.lengths) * config.num_samples
+  salts = np.zeros((num_rows, hashing.KEY_WORDS), np.uint32)
+  return dataclasses.replace(requests, salts=salts)

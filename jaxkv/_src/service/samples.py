@@ -1,0 +1,67 @@
+"""Results of an engine, as NumPy arrays."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv._src.engine.results.generated import Generated
+
+
+class PromptSamples(NamedTuple):
+  """All samples of a prompt, which have ended.
+
+  Attributes:
+    id: the id of the prompt's first sample.
+    results: the samples, as NumPy arrays with G rows.
+  """
+
+  id: int
+  results: Generated
+
+
+class Samples(NamedTuple):
+  """The samples of a list of prompts, in order.
+
+  Attributes:
+    results: tokens, masks and log-probs for a loss, as NumPy arrays. With n
+      samples of each prompt, sample g of prompt p has row p * n + g. The
+      columns end with the longest sequence.
+    texts: for each prompt, the texts of its samples, without the prompt; None
+      if the engine has no tokenizer.
+  """
+
+  results: Generated
+  texts: list[list[str]] | None
+
+
+def split(results: Generated, num_samples: int) -> list[PromptSamples]:
+  """Splits rows into the prompts that they belong to, in order.
+
+  `results` has `num_samples` rows for each prompt, which are valid together.
+  """
+  results = jax.device_get(results)
+  is_valid = np.asarray(results.valid).reshape(-1, num_samples).any(axis=1)
+  prompts = []
+  for first_row in (np.flatnonzero(is_valid) * num_samples).tolist():
+    rows = np.arange(first_row, first_row + num_samples)
+    # Copies, because a slice would keep the results of all rows in memory.
+    of_prompt = jax.tree.map(lambda array, rows=rows: array[rows], results)
+    prompts.append(PromptSamples(int(of_prompt.ids[0]), of_prompt))
+  return prompts
+
+
+def joined(prompts: Iterable[PromptSamples]) -> Generated:
+  """Joins the samples that exist, without columns that no sequence has."""
+  parts = [prompt.results for prompt in prompts]
+  longest = max(int(part.lengths.max()) for part in parts)
+
+  def join(*arrays: np.ndarray) -> np.ndarray:
+    valid_rows = [
+      array[part.valid] for array, part in zip(arrays, parts, strict=True)
+    ]
+    array = np.concatenate(valid_rows)
+    return array if array.ndim == 1 else array[:, :longest]
+
+  return jax.tree.map(join, *parts)
