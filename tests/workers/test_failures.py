@@ -135,6 +135,8 @@ class TestFailures:
 
     def make(place):
       if place:
+        # Otherwise this place could get all prompts before the other one.
+        has_failed.wait(20)
         return StubWorker()
       has_failed.set()
       raise OSError("no such machine")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Model
@@ -93,7 +93,7 @@ def sized(
   """
   if isinstance(cache, CacheConfig):
     return cache
-  num_bytes = as_count("cache", cache, 1)
+  num_bytes = as_int("cache", cache)
   max_length = config.max_length or model.max_length
   if model.decoder is None or not max_length:
     raise ValueError(
