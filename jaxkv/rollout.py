@@ -48,8 +48,8 @@ Types:
 | `SequenceStatus`, `Finish` | a sequence's status, and why it ended |
 | `Harvested`, `Generated`, `Grouped` | results |
 | `Exported` | sequences between `export` and `import_sequences` |
-| `Scored`, `Texts` | the results of `score` and `generate_texts` |
-| `Samples`, `PromptSamples` | the results of `Engine` |
+| `Scored` | the result of `score` |
+| `Samples`, `PromptSamples` | the results of `Engine` and `generate_texts` |
 | `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `abort`, `requeue`, `export` and
@@ -119,8 +119,7 @@ from jaxkv._src.sampling.statistics import Records
 from jaxkv._src.service.engine import Engine
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Samples
-from jaxkv._src.texts import Texts
-from jaxkv._src.texts import generate_texts
+from jaxkv._src.service.texts import generate_texts
 from jaxkv._src.transfer.export import export
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.import_sequences import import_sequences
@@ -153,7 +152,6 @@ __all__ = [
   "Slots",
   "Span",
   "StopStrings",
-  "Texts",
   "Timeline",
   "Until",
   "abort",

@@ -32,7 +32,7 @@ _LAYERS = (
   ),
   ("jaxkv._src.sharding", "jaxkv._src.workers"),
   ("jaxkv._src.service",),
-  ("jaxkv._src.texts", "jaxkv._src.transfer"),
+  ("jaxkv._src.transfer",),
   (
     "jaxkv._src.engine",
     "jaxkv._src.host",
@@ -53,7 +53,7 @@ _CLIENTS = ("jaxkv._src.commands", "jaxkv._src.integrations")
 # Imports a package that an extra installs; it has nothing of the cache.
 _OPEN_TO_CLIENTS = {"jaxkv._src.extras"}
 # Modules of `_src` that are not in a package.
-_LOOSE = {"extras", "show", "texts"}
+_LOOSE = {"extras", "show"}
 
 # Inside the cache, likewise; of `invariants`, only `jaxkv` knows.
 _CACHE_LAYERS = (

@@ -34,7 +34,6 @@ def test_greedy_texts_equal_forward_passes(small_model):
       logits = forward(small_model.params, row, positions)
       tokens.append(int(logits[0, -1].argmax()))
     assert text + sample == small_model.tokenizer.decode(np.asarray(tokens))
-  assert bool(rollout.is_done(out.state))
 
 
 def test_samples_with_their_log_probs(small_model):
@@ -93,7 +92,30 @@ def test_a_missing_tokenizer_is_an_error_before_the_loop(small_model):
     rollout.generate_texts(model, [[1, 2]])
 
 
+def test_equal_sizes_compile_once(small_model, caplog):
+  """Prompts of other lengths, up to the next power of two."""
+  options = {"max_new_tokens": 5, "num_slots": 2}
+  num_loops = []
+  for text in ("1 is 1 mod", "12 is 2 m"):
+    caplog.clear()
+    with jax.log_compiles():
+      rollout.generate_texts(small_model, [text], **options)
+    messages = [record.getMessage() for record in caplog.records]
+    loops = [m for m in messages if "compilation of jit(_advance)" in m]
+    num_loops.append(len(loops))
+  assert num_loops == [1, 0]
+
+
 class TestArguments:
+  def test_names(self, small_model):
+    for name, hint in (
+      ("max_tokens", "write `max_new_tokens`"),
+      ("temperature", r"write sampling=rollout.Sampling\(temperature="),
+      ("xyz", "see help"),
+    ):
+      with pytest.raises(TypeError, match=rf"`{name}` is not an.*{hint}"):
+        rollout.generate_texts(small_model, ["1 is"], **{name: 3})
+
   def test_types(self, small_model):
     with pytest.raises(TypeError, match=r"`model` .* got str; .*models\.load"):
       rollout.generate_texts("SmolLM2-135M", ["1 is"])

@@ -204,8 +204,8 @@ def test_failure_after_donation_restarts_with_an_empty_cache(monkeypatch):
     engine.generate([prompt], sampling=_GREEDY)
     advance = programs.advance
 
-    def failing(params, state, *rest):
-      advance(params, state, *rest)
+    def failing(*arguments):
+      advance(*arguments)
       raise ValueError("out of memory")
 
     monkeypatch.setattr(programs, "advance", failing)

@@ -10,11 +10,13 @@ With `--model`, a pretrained model answers the prompts, without this comparison.
 
 import argparse
 import sys
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 import jaxkv
 from jaxkv import models
@@ -32,6 +34,7 @@ a wrong page changes them by about 0.1.
 """
 
 _MAX_PRINTED = 8
+_PREFILL_CHUNK = 64
 _NUM_PROMPTS = 24
 _PREAMBLE = 224
 _OPENING = 40
@@ -105,14 +108,13 @@ def run(args: argparse.Namespace) -> int:
     )
   if args.samples is None:
     args.samples = 4 if args.model is None else 1
-  out = _generate(args, model, _encoded(args, model, prompts))
-  jaxkv.check(out.state.memory.cache)
-  seconds = {"seconds": out.seconds, "compile_seconds": out.compile_seconds}
-  result = seconds | _metrics(out.state)
+  state, seconds = _generate(args, model, _encoded(args, model, prompts))
+  jaxkv.check(state.memory.cache)
+  result = seconds | _metrics(state)
   if args.model is None:
     print("comparing with a forward pass without a cache ...", file=sys.stderr)
-    result["largest_difference"] = largest_difference(model, out.state)
-  results = out.results
+    result["largest_difference"] = largest_difference(model, state)
+  results = rollout.generated(state)
   if args.processes:
     results, result = processes.gathered(results, result)
     if not is_writer:
@@ -210,34 +212,60 @@ def _encoded(
 
 def _generate(
   args: argparse.Namespace, model: models.Pretrained, prompts: list[np.ndarray]
-) -> rollout.Texts:
-  options = {}
+) -> tuple[rollout.RolloutState, dict[str, float]]:
+  """Returns the state after all samples, and the durations in seconds."""
+  # Arrays must have equal widths in all processes to be gathered.
+  longest = max(map(len, prompts)) + args.max_tokens
+  first_sequence = 0
   if args.processes:
-    # Arrays must have equal widths in all processes to be gathered.
-    longest = max(map(len, prompts)) + args.max_tokens
     part = args.processes.part_of(len(prompts))
     prompts = prompts[part]
     first_sequence = part.start * args.samples
-    options = {"max_length": longest, "first_sequence": first_sequence}
+  config = rollout.RolloutConfig(
+    num_samples=args.samples,
+    max_new_tokens=args.max_tokens,
+    max_length=longest,
+    prefill_chunk=_PREFILL_CHUNK,
+    # Raw log-probs do not depend on the temperature. `largest_difference`
+    # compares them with a forward pass.
+    raw_log_probs=True,
+  )
+  num_sequences = len(prompts) * args.samples
   try:
-    return rollout.generate_texts(
+    engine = rollout.Engine(
+      model.params,
       model,
-      prompts,
-      num_samples=args.samples,
-      max_new_tokens=args.max_tokens,
-      sampling=rollout.Sampling(temperature=args.temperature),
+      model.cache_config(
+        # More slots would only cost time in each step.
+        num_slots=min(args.slots, num_sequences),
+        max_length=longest,
+        page_size=min(args.page_size, longest),
+        num_pages=args.pages,
+        prefill_chunk=_PREFILL_CHUNK,
+      ),
+      config,
+      num_prompts=len(prompts),
       key=jax.random.key(args.seed),
-      num_slots=args.slots,
-      page_size=args.page_size,
-      num_pages=args.pages,
-      progress=True,
-      # Raw log-probs do not depend on the temperature. `largest_difference`
-      # compares them with a forward pass.
-      raw_log_probs=True,
-      **options,
+      first_sequence=first_sequence,
+    )
+    engine.submit(
+      prompts, sampling=rollout.Sampling(temperature=args.temperature)
     )
   except ValueError as error:
     raise CommandError(f"{_text_of(error)} (--pages, --temperature)") from error
+  print("compiling the loop ...", file=sys.stderr, flush=True)
+  times = [time.perf_counter()]
+  engine.step(1)
+  times.append(time.perf_counter())
+  with tqdm.tqdm(
+    total=num_sequences, desc="rollout", bar_format="{l_bar}{bar}| {elapsed}"
+  ) as bar:
+    while num_unfinished := engine.step():
+      bar.update(num_sequences - num_unfinished - bar.n)
+    bar.update(num_sequences - bar.n)
+  times.append(time.perf_counter())
+  compile_seconds, seconds = np.diff(times).tolist()
+  return engine.state, {"seconds": seconds, "compile_seconds": compile_seconds}
 
 
 def largest_difference(

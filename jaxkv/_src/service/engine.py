@@ -92,6 +92,7 @@ class Engine:
     init_kv: Callable[[CacheConfig], Any] | None = None,
     num_prompts: int | None = None,
     key: jax.Array | None = None,
+    first_sequence: int = 0,
   ):
     """Creates an engine; its first call compiles the loop.
 
@@ -112,6 +113,8 @@ class Engine:
       num_prompts: the prompts that wait or run on the device; None for enough
         that the slots stay busy.
       key: key[]; None for `jax.random.key(0)`.
+      first_sequence: the id of the first sequence. Engines with equal keys draw
+        different samples if their ids differ.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -149,6 +152,7 @@ class Engine:
       num_prompts=as_count("num_prompts", num_prompts, 1),
       init_kv=lambda: jax.device_put(self._served.init_kv(self._cache), device),
       key=jax.random.key(0) if key is None else key,
+      first_sequence=as_count("first_sequence", first_sequence, 0),
     )
 
   # --- batches and streams ----------------------------------------------------
@@ -192,6 +196,8 @@ class Engine:
       "num_samples": num_samples,
       "max_new_tokens": max_new_tokens,
     }
+    # An error of the tokenizer at the end would lose the samples.
+    self._reader.texts([])
     with self._lock:
       ended = sorted(self.stream(prompts, **options), key=lambda out: out.id)
     results = samples.joined(ended)
@@ -317,9 +323,7 @@ class Engine:
       until = Until(steps=jnp.int32(num_steps), sequences=jnp.int32(max_ended))
       start_time = time.perf_counter()
       progress = self._held.update(
-        lambda state: programs.advance(
-          self._params, state, until, self._functions
-        )
+        programs.advance, self._params, until, self._functions
       )
       if steps is None:
         elapsed = time.perf_counter() - start_time
@@ -382,9 +386,7 @@ class Engine:
         return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
 
       placed_params = jax.tree.map(placed, self._params, params)
-      self._held.update(
-        lambda state: (programs.update_weights(state, policy=policy), None)
-      )
+      self._held.update(programs.update_weights, policy=policy)
       self._params = placed_params
 
   def score(
@@ -412,16 +414,11 @@ class Engine:
         completions, len(rows)
       )
       scored = self._held.update(
-        lambda state: programs.score(
-          self._params,
-          state,
-          tokens,
-          lengths,
-          answer_tokens,
-          answer_lengths,
-          function=self._functions[0],
-          **options,
-        )
+        programs.score,
+        self._params,
+        *(tokens, lengths, answer_tokens, answer_lengths),
+        function=self._functions[0],
+        **options,
       )
       longest = max(1, int(answer_lengths.max()))
       return jax.tree.map(

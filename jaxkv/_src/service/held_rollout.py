@@ -1,7 +1,6 @@
 """The state of an engine, which its programs donate."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_fits
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.kv.offload_memory import init_offload
@@ -41,6 +41,7 @@ class HeldRollout:
     num_prompts: int,
     init_kv: Callable[[], Any],
     key: jax.Array,
+    first_sequence: int,
   ):
     """Creates a rollout without sequences.
 
@@ -50,13 +51,14 @@ class HeldRollout:
       num_prompts: the prompts for which the queue has room.
       init_kv: makes the K/V memory, on its device.
       key: key[].
+      first_sequence: the id of the first sequence.
     """
     self._config = config
     self._cache = cache
     self._num_prompts = num_prompts
     self._init_kv = init_kv
     self._key = key
-    self._next_id = 0
+    self._next_id = first_sequence
     self._is_lent = False
     self._state: RolloutState | None = self._empty()
 
@@ -83,11 +85,13 @@ class HeldRollout:
     """Returns the number of ended sequences that are still in the queue."""
     return int(np.sum(_has_ended(self.progress().status)))
 
-  def update(self, program: Callable[[RolloutState], tuple[Any, Any]]) -> Any:
+  def update(self, program: Callable, *arguments: Any, **options: Any) -> Any:
     """Calls a program that donates the state.
 
     Args:
-      program: maps the state to the new state and a result.
+      program: maps the state and the arguments to the new state and a result.
+      *arguments: further arguments.
+      **options: further arguments.
 
     Returns:
       The result, as NumPy arrays.
@@ -100,7 +104,7 @@ class HeldRollout:
       self._state = state = programs.copy(state)
       self._is_lent = False
     try:
-      self._state, out = program(state)
+      self._state, out = program(state, *arguments, **options)
       # Errors of a device appear when its results are read.
       return jax.device_get(out)
     except BaseException as error:
@@ -134,9 +138,7 @@ class HeldRollout:
     requests = prompt_arrays.padded(requests, self._config, queue.width)
     mask = np.arange(len(requests.lengths)) < num_prompts
     ids = self._next_id + np.arange(len(mask), dtype=np.int32) * num_samples
-    out = self.update(
-      lambda state: programs.submit(state, requests, ids=ids, mask=mask)
-    )
+    out = self.update(programs.submit, requests, ids=ids, mask=mask)
     self._next_id += num_prompts * num_samples
     for index, code in enumerate(out.code[:num_prompts].tolist()):
       if code not in (Status.OK, Status.QUEUE_FULL):
@@ -158,11 +160,8 @@ class HeldRollout:
       has_ended &= np.isin(first_ids, list(wanted))
     if not has_ended.any():
       return []
-    out = self.update(
-      functools.partial(
-        programs.harvest, mask=np.repeat(has_ended, num_samples), groups=True
-      )
-    )
+    rows = np.repeat(has_ended, num_samples)
+    out = self.update(programs.harvest, mask=rows, groups=True)
     return samples.split(out.results, num_samples)
 
   def by_id(
@@ -178,9 +177,7 @@ class HeldRollout:
       (np.asarray(ids), rows, options),
     )
     mask = np.arange(len(index)) < count
-    out = self.update(
-      lambda state: program(state, ids, *rows, mask=mask, **options)
-    )
+    out = self.update(program, ids, *rows, mask=mask, **options)
     return [Status(code) for code in out.code[:count].tolist()]
 
   def replace(self, state: RolloutState | None) -> None:
@@ -197,8 +194,10 @@ class HeldRollout:
     """Gives the queue the optional fields of requests.
 
     Raises:
-      ValueError: the queue has sequences, and lacks a field.
+      ValueError: a sequence does not fit the cache; or the queue has sequences
+        and lacks a field.
     """
+    check_fits(requests, self._cache, self._config)
     state = self.read()
     template = prompt_arrays.without_samples(
       self._num_prompts, self._config, requests, state.queue

@@ -22,8 +22,7 @@ from jaxkv._src.engine.verbs import abort as abort_verbs
 from jaxkv._src.engine.verbs import extend as extend_verb
 from jaxkv._src.engine.verbs import submit as submit_verb
 from jaxkv._src.engine.verbs import update_weights as weights_verb
-from jaxkv._src.transfer import export as export_verb
-from jaxkv._src.transfer import import_sequences as import_verb
+from jaxkv._src.engine.verbs.update_weights import Policy
 
 _OPTIONS_OF_SCORE = ("entropy", "top_log_probs", "chunk")
 
@@ -43,8 +42,8 @@ class Progress(NamedTuple):
 
 
 def _advance(
-  params: Any,
   state: RolloutState,
+  params: Any,
   until: Until,
   functions: tuple[StaticFunction, ...],
 ) -> tuple[RolloutState, Progress]:
@@ -57,8 +56,8 @@ def _advance(
 
 
 def _score(
-  params: Any,
   state: RolloutState,
+  params: Any,
   *groups: Array,
   function: StaticFunction,
   **options: Any,
@@ -68,26 +67,28 @@ def _score(
   )
 
 
+def _update_weights(
+  state: RolloutState, policy: Policy
+) -> tuple[RolloutState, None]:
+  return weights_verb.update_weights(state, policy), None
+
+
 def progress_of(state: RolloutState) -> Progress:
   """Returns the ids, statuses and lengths of a state, in new arrays."""
   queue = state.queue
   return Progress(*map(jnp.copy, (queue.ids, queue.status, queue.length)))
 
 
-advance = jax.jit(_advance, static_argnums=3, donate_argnums=1)
+advance = jax.jit(_advance, static_argnums=3, donate_argnums=0)
 submit = jax.jit(submit_verb.submit, donate_argnums=0)
 harvest = jax.jit(harvest_rows, static_argnames="groups", donate_argnums=0)
 extend = jax.jit(extend_verb.extend, donate_argnums=0)
 abort = jax.jit(abort_verbs.abort, donate_argnums=0)
 update_weights = jax.jit(
-  weights_verb.update_weights, static_argnames="policy", donate_argnums=0
+  _update_weights, static_argnames="policy", donate_argnums=0
 )
-export = jax.jit(
-  export_verb.export, static_argnames="max_pages", donate_argnums=0
-)
-import_sequences = jax.jit(import_verb.import_sequences, donate_argnums=0)
 score = jax.jit(
-  _score, static_argnames=("function", *_OPTIONS_OF_SCORE), donate_argnums=1
+  _score, static_argnames=("function", *_OPTIONS_OF_SCORE), donate_argnums=0
 )
 copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 read_progress = jax.jit(progress_of)
