@@ -257,12 +257,15 @@ def _generate(
   times = [time.perf_counter()]
   engine.step(1)
   times.append(time.perf_counter())
+  # Most sequences end before they have `max_tokens` tokens.
   with tqdm.tqdm(
-    total=num_sequences, desc="rollout", bar_format="{l_bar}{bar}| {elapsed}"
+    total=num_sequences * args.max_tokens,
+    desc="rollout",
+    bar_format="{l_bar}{bar}| {elapsed}",
   ) as bar:
-    while num_unfinished := engine.step():
-      bar.update(num_sequences - num_unfinished - bar.n)
-    bar.update(num_sequences - bar.n)
+    while engine.step():
+      bar.update(int(engine.counters.generated) - bar.n)
+    bar.update(bar.total - bar.n)
   times.append(time.perf_counter())
   compile_seconds, seconds = np.diff(times).tolist()
   return engine.state, {"seconds": seconds, "compile_seconds": compile_seconds}

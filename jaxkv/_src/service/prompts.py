@@ -19,13 +19,17 @@ from jaxkv._src.sampling.neutral import neutral
 from jaxkv._src.sampling.settings import Sampling
 
 
-def stacked(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns lists of tokens as int32[P, L], padded to a power of two.
+def stacked(
+  rows: list[np.ndarray], *, rounds_up: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns lists of tokens as int32[P, L], and their lengths, int32[P].
 
-  Also returns their lengths, int32[P].
+  L is the length of the longest list, rounded up to a power of two.
   """
   lengths = np.asarray([len(row) for row in rows], np.int32)
-  num_columns = power_of_two(max(1, int(lengths.max(initial=1))))
+  num_columns = int(lengths.max(initial=1))
+  if rounds_up:
+    num_columns = power_of_two(num_columns)
   tokens = np.zeros((len(rows), num_columns), np.int32)
   for padded_row, row in zip(tokens, rows, strict=True):
     padded_row[: len(row)] = row
@@ -70,7 +74,7 @@ def requests_of(
   num_samples = as_count("num_samples", num_samples, 1)
   limit = config.num_samples
   num_parts = -(-num_samples // limit)
-  tokens, lengths = stacked(rows)
+  tokens, lengths = stacked(rows, rounds_up=False)
   prompt = np.repeat(np.arange(len(rows)), num_parts)
   first_sample = np.tile(np.arange(num_parts) * limit, len(rows))
   counts = np.minimum(num_samples - first_sample, limit).astype(np.int32)

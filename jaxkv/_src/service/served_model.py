@@ -50,32 +50,29 @@ def served(
     TypeError: `model` is not a function or a `Pretrained`.
     ValueError: `init_kv` is missing, or not needed.
   """
-  loaded = None
-  call = model
-  if hasattr(model, "open_tokenizer"):
-    loaded, call = model, model.forward
-  decoder = keyword(call, "config")
-  if isinstance(decoder, Decoder):
-    if init_kv is None:
-      init_kv = functools.partial(
-        decoder_kv.init_kv, decoder, record_experts=config.record_experts
-      )
-  else:
+  is_loaded = hasattr(model, "open_tokenizer")
+  call = model.forward if is_loaded else model
+  decoder = model.config if is_loaded else keyword(call, "config")
+  if not isinstance(decoder, Decoder):
     decoder = None
+  elif init_kv is None:
+    init_kv = functools.partial(
+      decoder_kv.init_kv, decoder, record_experts=config.record_experts
+    )
   if init_kv is None:
     raise ValueError(
       "`init_kv` must be given for a model that is not one of jaxkv.models; "
       "give the function that makes the K/V memory of a CacheConfig."
     )
-  if loaded is None:
+  if not is_loaded:
     return ServedModel(call, decoder, init_kv)
   return ServedModel(
     call,
     decoder,
     init_kv,
-    max_length=loaded.max_length,
-    stop_tokens=tuple(loaded.stop_tokens),
-    tokenizer=lambda: loaded.tokenizer,
+    max_length=model.max_length,
+    stop_tokens=tuple(model.stop_tokens),
+    tokenizer=lambda: model.tokenizer,
   )
 
 
