@@ -94,6 +94,7 @@ Packages. Most packages are imported when they are first used. Only modules of
 | `jaxkv.results` | the result types of verbs |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
+| `jaxkv.guides` | texts that match a regular expression or a JSON schema |
 | `jaxkv.sharding` | rollouts on several devices |
 | `jaxkv.workers` | rollouts on several workers, and a pool over them |
 | `jaxkv.checkpoint` | snapshots of rollouts |
@@ -208,6 +209,7 @@ __version__ = "0.2.0"
 # Imported when they are first used, so that `import jaxkv` stays fast.
 _LAZY_MODULES = (
   "checkpoint",
+  "guides",
   "host",
   "integrations",
   "kernels",

@@ -27,10 +27,8 @@ Functions that make an argument:
 
 | function | result |
 |---|---|
-| `regex`, `json_schema` | a `Grammar` |
-| `token_bytes` | the bytes of each token, for guides and stop strings |
-| `guide` | a `Guide`, which is a `Process` that restricts texts to a grammar |
 | `stop_strings` | strings that end a sequence |
+| `jaxkv.guides.guide` | a `Process` that restricts texts to a grammar |
 
 Types:
 
@@ -40,7 +38,6 @@ Types:
 | `Requests` | prompts and their settings, for `init` and `submit` |
 | `Sampling`, `LogitBias` | settings of each sequence |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
-| `Guide`, `Grammar` | guided decoding |
 | `StopStrings` | stop strings |
 | `Until` | a limit for `generate` |
 | `RolloutState` | the state: a queue, slots and memory |
@@ -105,14 +102,8 @@ from jaxkv._src.engine.verbs.abort import requeue
 from jaxkv._src.engine.verbs.extend import extend
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
-from jaxkv._src.guides.grammars import Grammar
-from jaxkv._src.guides.guide import Guide
-from jaxkv._src.guides.guide import guide
-from jaxkv._src.guides.regex import regex
-from jaxkv._src.guides.schema import json_schema
 from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.guides.stop_strings import stop_strings
-from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.statistics import Records
@@ -131,9 +122,7 @@ __all__ = [
   "Exported",
   "Finish",
   "Generated",
-  "Grammar",
   "Grouped",
-  "Guide",
   "Harvested",
   "LogitBias",
   "Memory",
@@ -163,18 +152,14 @@ __all__ = [
   "generate_texts",
   "generated",
   "grouped",
-  "guide",
   "harvest",
   "import_sequences",
   "init",
   "is_done",
-  "json_schema",
-  "regex",
   "requeue",
   "score",
   "stop_strings",
   "submit",
   "timeline",
-  "token_bytes",
   "update_weights",
 ]

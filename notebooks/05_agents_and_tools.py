@@ -40,6 +40,7 @@ from IPython.display import HTML
 from matplotlib.colors import ListedColormap
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import models
 from jaxkv import rollout
 
@@ -88,8 +89,8 @@ def decode(tokens):
 # always ends within `max_tokens`, so no call is cut off.
 
 # %%
-tokens = rollout.token_bytes([character.encode() for character in CHARACTERS])
-keys = rollout.guide(r"[-+][1-9]\d?|\*[2-9]", tokens, stop_token=EQUALS)
+tokens = guides.token_bytes([character.encode() for character in CHARACTERS])
+keys = guides.guide(r"[-+][1-9]\d?|\*[2-9]", tokens, stop_token=EQUALS)
 print(
   f"{keys.next.shape[0]} states, at most {keys.max_bytes} bytes and the stop"
 )
@@ -465,7 +466,7 @@ for number, text in enumerate(texts):
 # ## Calls as JSON
 #
 # The arguments of most tools are JSON, and a schema describes them.
-# `rollout.json_schema` converts a schema to a grammar, so that every call can be
+# `guides.json_schema` converts a schema to a grammar, so that every call can be
 # parsed and has the arguments that the tool needs. A keyword that a grammar
 # cannot express, such as `minimum`, raises an error that names the keyword.
 
@@ -478,8 +479,8 @@ schema = {
   },
   "required": ["sign", "number"],
 }
-grammar = rollout.json_schema(schema, whitespace="")
-calls = rollout.guide(grammar, tokens, stop_token=EQUALS)
+grammar = guides.json_schema(schema, whitespace="")
+calls = guides.guide(grammar, tokens, stop_token=EQUALS)
 state = rollout.init(
   jaxkv.init(sizes),
   models.init_kv(decoder, sizes),

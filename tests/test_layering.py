@@ -20,6 +20,7 @@ _LAYERS = (
   ("jaxkv",),  # jaxkv/__init__.py, through which clients see the verbs
   (
     "jaxkv.checkpoint",
+    "jaxkv.guides",
     "jaxkv.host",
     "jaxkv.kernels",
     "jaxkv.kv",

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxkv import rollout
+from jaxkv import guides
 from tests.guides import small_vocabulary
 from tests.guides.tool_schemas import TOOLS
 from tests.tools.draws import sample
@@ -30,7 +30,7 @@ _END, _A, _B, _AB, _BA, _C, _NONE = range(len(_TOKENS))
 
 
 def _guide(grammars, stop_token=_END):
-  return rollout.guide(grammars, rollout.token_bytes(_TOKENS), stop_token)
+  return guides.guide(grammars, guides.token_bytes(_TOKENS), stop_token)
 
 
 def _step(guide, extra, counts, last_tokens, logits=None):
@@ -39,7 +39,7 @@ def _step(guide, extra, counts, last_tokens, logits=None):
   if logits is None:
     logits = jnp.zeros((counts.shape[0], len(_TOKENS)))
   rows = DrawnRows(counts, jnp.asarray(last_tokens, jnp.int32))
-  logits, extra = jax.jit(rollout.Guide.process)(guide, logits, rows, extra)
+  logits, extra = jax.jit(guides.Guide.process)(guide, logits, rows, extra)
   allowed = np.asarray(logits) > -np.inf
   return [np.flatnonzero(row).tolist() for row in allowed], extra
 
@@ -95,7 +95,7 @@ class TestByHand:
     assert masked.tolist() == [[-inf, 1.0, -inf, -inf, -inf, 5.0, -inf]]
 
   def test_a_grammar_and_bytes(self):
-    for grammar in (rollout.regex("a") + rollout.regex("c"), b"ac"):
+    for grammar in (guides.regex("a") + guides.regex("c"), b"ac"):
       guide = _guide(grammar)
       assert _step(guide, guide.init(1), [1], [_A])[0] == [[_C]]
 
@@ -158,7 +158,7 @@ def test_transformed(transform):
     assert logits.dtype == jnp.float32
     assert extra.state.dtype == extra.limit.dtype == jnp.int32
 
-  check_under(transform, check, rollout.Guide.process, shared=1)
+  check_under(transform, check, guides.Guide.process, shared=1)
 
 
 class TestWrongArguments:
@@ -261,8 +261,8 @@ def check_json(schema, tokens, stop_token, limit, count=1000):
   Returns:
     The texts, and which of them took all tokens of the limit, bool[count].
   """
-  guide = rollout.guide(
-    rollout.json_schema(schema), rollout.token_bytes(tokens), stop_token
+  guide = guides.guide(
+    guides.json_schema(schema), guides.token_bytes(tokens), stop_token
   )
   extra = guide.init(count, max_tokens=limit)
   samples = draw(guide, extra, limit, stop_token)
@@ -300,7 +300,7 @@ class TestJson:
 def test_samples_of_a_regular_expression_match_it():
   tokens = small_vocabulary.tokens()
   pattern = r'(Name|Titel): [A-Zé][\w ]{2,20}(, "[^"\n]*")?\.'
-  guide = rollout.guide(pattern, rollout.token_bytes(tokens), 0)
+  guide = guides.guide(pattern, guides.token_bytes(tokens), 0)
   samples = draw(guide, guide.init(100, max_tokens=30), 30, 0)
   for text in texts_of(samples, tokens):
     assert re.fullmatch(pattern, text.decode(), re.ASCII)

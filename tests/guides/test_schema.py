@@ -12,14 +12,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxkv import rollout
+from jaxkv import guides
 from jaxkv._src.guides.dfa import START
 from jaxkv._src.guides.dfa import compile_grammar
 from tests.guides.tool_schemas import TOOLS
 
 
 def _dfa(schema, **options):
-  return compile_grammar(rollout.json_schema(schema, **options))
+  return compile_grammar(guides.json_schema(schema, **options))
 
 
 class _Walker:
@@ -180,7 +180,7 @@ def test_white_space_with_alternatives():
   for text in ("{ ", '\n"a" ', "\n}", '{"a":null}'):
     assert not dfa.matches(text)
   with pytest.raises(ValueError, match=r"`whitespace`: `pattern` must have a"):
-    rollout.json_schema(schema, whitespace=" )|(")
+    guides.json_schema(schema, whitespace=" )|(")
 
 
 @pytest.mark.parametrize("value", ["2", 1.5, -1, -1.0, True, None, math.inf])
@@ -200,7 +200,7 @@ def test_bounds_that_are_no_counts_are_refused(kind, keyword, value):
     match=rf"at \$\.properties\.a\.{keyword} must be an integer of at least 0,"
     rf" got {re.escape(repr(value))};",
   ):
-    rollout.json_schema({"properties": {"a": part}})
+    guides.json_schema({"properties": {"a": part}})
 
 
 _RECURSIVE = {
@@ -278,4 +278,4 @@ _RECURSIVE = {
 )
 def test_refuses_by_name(schema, message):
   with pytest.raises(ValueError, match=message):
-    rollout.json_schema(schema)
+    guides.json_schema(schema)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from jaxkv import guides
 from jaxkv import rollout
 from tests.guides import small_vocabulary
 from tests.tools.transforms import TRANSFORMS
@@ -21,7 +22,7 @@ _END, _A, _B, _AB, _BA, _AAB, _BBA, _SPACE, _A5 = range(len(_TOKENS))
 
 def _found(strings, token_ids, tokens=None):
   """The strings that each token of one sequence completes."""
-  tokens = rollout.token_bytes(_TOKENS if tokens is None else tokens)
+  tokens = guides.token_bytes(_TOKENS if tokens is None else tokens)
   matcher = rollout.stop_strings(strings, tokens)
   return _scan(matcher, np.asarray(token_ids, np.int32)[:, None])[:, 0].tolist()
 
@@ -77,14 +78,14 @@ class TestByHand:
 class TestSequences:
   def test_sequences_have_different_lists(self):
     lists = [["ab"], None, ["b", "ab"], ["x", "bb a"], ["ab"]]
-    matcher = rollout.stop_strings(lists, rollout.token_bytes(_TOKENS))
+    matcher = rollout.stop_strings(lists, guides.token_bytes(_TOKENS))
     tokens = np.array([_A, _BBA])[:, None].repeat(5, axis=1).astype(np.int32)
     assert _scan(matcher, tokens).tolist() == [[-1] * 5, [0, -1, 0, 1, 0]]
     assert matcher.start[0] == matcher.start[4]
 
   def test_rows_in_any_order(self):
     lists = [["ab"], ["b"], ["a"]]
-    matcher = rollout.stop_strings(lists, rollout.token_bytes(_TOKENS))
+    matcher = rollout.stop_strings(lists, guides.token_bytes(_TOKENS))
     states = matcher.init(3)[jnp.asarray([2, 0])]
     states, string_ids = matcher.advance(states, jnp.asarray([_B, _A]))
     assert string_ids.tolist() == [-1, -1]
@@ -93,7 +94,7 @@ class TestSequences:
 
   def test_lists_are_selected_by_index(self):
     lists = [["ab"], ["b"], []]
-    matcher = rollout.stop_strings(lists, rollout.token_bytes(_TOKENS))
+    matcher = rollout.stop_strings(lists, guides.token_bytes(_TOKENS))
     index = [1, 1, 2, 0]
     chosen = matcher.select(index)
     assert chosen.start.tolist() == matcher.start[jnp.array(index)].tolist()
@@ -104,11 +105,11 @@ class TestSequences:
         matcher.select([0, index])
 
   def test_one_list_serves_any_number_of_sequences(self):
-    matcher = rollout.stop_strings(["ab"], rollout.token_bytes(_TOKENS))
+    matcher = rollout.stop_strings(["ab"], guides.token_bytes(_TOKENS))
     assert matcher.init(3).shape == (3,)
 
   def test_a_state_may_be_donated(self):
-    tokens = rollout.token_bytes(_TOKENS)
+    tokens = guides.token_bytes(_TOKENS)
     matcher = rollout.stop_strings(["ab"], tokens)
     leaves = jax.tree.leaves((matcher, matcher.init(2), tokens))
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
@@ -118,7 +119,7 @@ class TestSequences:
 def test_transformed(transform):
   def check(advance):
     lists = [["ab"], ["bb", "b a"]]
-    matcher = rollout.stop_strings(lists, rollout.token_bytes(_TOKENS))
+    matcher = rollout.stop_strings(lists, guides.token_bytes(_TOKENS))
     tokens = jnp.asarray([_A, _B], jnp.int32)
     states, string_ids = advance(matcher, matcher.init(2), tokens)
     assert string_ids.tolist() == [-1, -1]
@@ -145,15 +146,15 @@ class TestWrongArguments:
   )
   def test_strings(self, strings, error, message):
     with pytest.raises(error, match=message):
-      rollout.stop_strings(strings, rollout.token_bytes(_TOKENS))
+      rollout.stop_strings(strings, guides.token_bytes(_TOKENS))
 
   def test_numbers_of_sequences(self):
-    matcher = rollout.stop_strings([["a"], ["b"]], rollout.token_bytes(_TOKENS))
+    matcher = rollout.stop_strings([["a"], ["b"]], guides.token_bytes(_TOKENS))
     with pytest.raises(ValueError, match=r"the shape \[3\], a list of stop"):
       matcher.init(3)
     with pytest.raises(TypeError, match="`lists` must hold integers"):
       matcher.select([0.5])
-    shared = rollout.stop_strings(["a"], rollout.token_bytes(_TOKENS))
+    shared = rollout.stop_strings(["a"], guides.token_bytes(_TOKENS))
     with pytest.raises(ValueError, match="one for each list"):
       shared.select([0])
 
@@ -215,7 +216,7 @@ def test_a_thousand_random_strings_over_a_byte_level_vocabulary():
   table = np.full((max(map(len, sequences)), count), len(tokens), np.int32)
   for column, sequence in enumerate(sequences):
     table[: len(sequence), column] = sequence
-  matcher = rollout.stop_strings(lists, rollout.token_bytes(tokens))
+  matcher = rollout.stop_strings(lists, guides.token_bytes(tokens))
   string_ids = np.asarray(_scan(matcher, table))
   ended = inside = 0
   for column, sequence in enumerate(sequences):

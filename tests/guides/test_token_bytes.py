@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import rollout
+from jaxkv import guides
 from jaxkv._src.guides.token_bytes import advance_states
 from tests.tools.transforms import TRANSFORMS
 from tests.tools.transforms import check_under
@@ -15,14 +15,14 @@ _TOKENS = [b"a", b"", b"bc", b"x" * 300, b"\xff\x00"]
 
 class TestTokenBytes:
   def test_bytes_of_tokens_are_concatenated(self):
-    tokens = rollout.token_bytes([b"ab", b"", b"c"], vocab_size=5)
+    tokens = guides.token_bytes([b"ab", b"", b"c"], vocab_size=5)
     assert bytes(tokens.data.tolist()) == b"abc"
     assert tokens.starts.tolist() == [0, 2, 2, 3, 3, 3]
     assert tokens.vocab_size == 5
     assert tokens.texts() == [b"ab", b"", b"c", b"", b""]
 
   def test_a_vocabulary_of_special_tokens_alone(self):
-    tokens = rollout.token_bytes([b"", b""])
+    tokens = guides.token_bytes([b"", b""])
     assert tokens.texts() == [b"", b""]
 
   @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ class TestTokenBytes:
   )
   def test_wrong_arguments(self, tokens, vocab_size, error, message):
     with pytest.raises(error, match=message):
-      rollout.token_bytes(tokens, vocab_size=vocab_size)
+      guides.token_bytes(tokens, vocab_size=vocab_size)
 
 
 def _counter(states: int) -> jax.Array:
@@ -48,7 +48,7 @@ class TestAdvanceStates:
   @pytest.mark.parametrize("transform", TRANSFORMS)
   def test_every_row_reads_all_bytes_of_its_token(self, transform):
     def check(advance):
-      table, tokens = _counter(7), rollout.token_bytes(_TOKENS)
+      table, tokens = _counter(7), guides.token_bytes(_TOKENS)
       states = jnp.asarray([0, 1, 2, 3, 4, 5], jnp.int32)
       token_ids = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
       expected = [
@@ -64,7 +64,7 @@ class TestAdvanceStates:
   def test_a_token_out_of_range_has_no_bytes(self, token):
     new_states = advance_states(
       _counter(7),
-      rollout.token_bytes(_TOKENS),
+      guides.token_bytes(_TOKENS),
       jnp.asarray([3, 3], jnp.int32),
       jnp.asarray([token, 0], jnp.int32),
     )
@@ -74,7 +74,7 @@ class TestAdvanceStates:
   def test_a_state_out_of_range_is_unchanged(self, state):
     new_states = advance_states(
       _counter(7),
-      rollout.token_bytes(_TOKENS),
+      guides.token_bytes(_TOKENS),
       jnp.asarray([state, 0], jnp.int32),
       jnp.asarray([2, 2], jnp.int32),
     )
@@ -82,5 +82,5 @@ class TestAdvanceStates:
 
   def test_no_rows(self):
     rows = jnp.zeros((0,), jnp.int32)
-    tokens = rollout.token_bytes(_TOKENS)
+    tokens = guides.token_bytes(_TOKENS)
     assert advance_states(_counter(7), tokens, rows, rows).shape == (0,)

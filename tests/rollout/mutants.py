@@ -117,7 +117,7 @@ _LOOP = {
 _OF_VERBS = {
   "groups are harvested in parts": (
     "results.generated:harvest",
-    given(groups=lambda g: False),
+    given(whole_prompts=lambda g: False),
     _VERBS + "test_harvest_of_groups_and_sequences",
   ),
   "what is dropped stays": (

@@ -351,7 +351,7 @@ class Calls:
     groups = bool(self._rng.random() < 0.5)
     expected = self._ended_ids(groups)
     if self._rng.random() < 0.3:
-      self.state, out = rollout.harvest(self.state, groups=groups)
+      self.state, out = rollout.harvest(self.state, whole_prompts=groups)
       ok = np.asarray(out.code) == jaxkv.Status.OK
       ended = set(np.asarray(self._ids_before)[ok].tolist())
       self._check(ended == expected, f"harvested {ended}, not {expected}")
@@ -363,7 +363,7 @@ class Calls:
           code = "OK" if seq_id in expected else "UNFINISHED"
           codes[row] = jaxkv.Status[code]
       self.state, out = rollout.harvest(
-        self.state, ids, mask=mask, groups=groups
+        self.state, ids, mask=mask, whole_prompts=groups
       )
       self._codes("harvest", out.code, codes)
       pairs = zip(ids, codes, strict=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
 from tests.rollout import by_hand
@@ -339,7 +340,7 @@ def test_bad_results_of_process_are_refused(process, message):
 
 def test_donation_keeps_the_callers_arrays():
   """Arguments of `init` may be used by several rollouts."""
-  tokens = rollout.token_bytes([bytes([65 + n]) for n in range(16)])
+  tokens = guides.token_bytes([bytes([65 + n]) for n in range(16)])
   requests = rollout.Requests(
     jnp.ones((2, 5), jnp.int32),
     jnp.full(2, 5),

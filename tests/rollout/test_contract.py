@@ -48,7 +48,7 @@ TABLE = {
   "abort": rollout.abort,
   "requeue": rollout.requeue,
   "harvest": rollout.harvest,
-  "harvest groups": functools.partial(rollout.harvest, groups=True),
+  "harvest groups": functools.partial(rollout.harvest, whole_prompts=True),
   "recompute": _update("recompute"),
   "keep": _update("keep"),
   "drop": _update("drop"),

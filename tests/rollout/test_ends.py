@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import guides
 from jaxkv import rollout
 from tests.rollout import by_hand
 
@@ -54,7 +55,7 @@ def test_stop_strings_end_after_min_tokens():
 
   A sequence may end with it as soon as `min_tokens` are before its last token.
   """
-  texts = rollout.token_bytes([b"!", b"a", b"b"])
+  texts = guides.token_bytes([b"!", b"a", b"b"])
   sampling = rollout.Sampling(
     stop_strings=rollout.stop_strings(["ab"], texts),
     min_tokens=[0, 1, 2, 3, 4],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import rollout
 from tests.models import exact_families as families
 from tests.rollout import by_hand
@@ -322,8 +323,8 @@ def test_a_conversation_moves_with_its_pages():
 @pytest.mark.deep
 def test_settings_and_automata_move():
   """Stop strings, a guide, penalties, salts and priorities of each sequence."""
-  texts = rollout.token_bytes([b"abcdefghijk"[i : i + 1] for i in range(11)])
-  guide = rollout.guide("([a-d]|e[a-h])*", texts, 10)
+  texts = guides.token_bytes([b"abcdefghijk"[i : i + 1] for i in range(11)])
+  guide = guides.guide("([a-d]|e[a-h])*", texts, 10)
   config = dataclasses.replace(
     _CONFIG, num_samples=1, max_new_tokens=5, stop_token=10
   )

@@ -53,6 +53,7 @@ def _results() -> rollout.Generated:
     "records": rollout.Records(top_tokens=jnp.asarray(tops)),
     "experts": (experts + np.zeros((2, 3), np.int32)).astype(np.int16),
     "finish": np.zeros(rows, np.int32),
+    "code": np.zeros(rows, np.int32),
     "stop": np.zeros(rows, np.int32),
     "is_new": np.zeros(rows, bool),
     "valid": _LENGTHS > 0,

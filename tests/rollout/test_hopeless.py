@@ -33,7 +33,8 @@ def test_sequences_that_never_fit_fail():
   failed = by_hand.FAILED
   assert state.queue.status.tolist() == [failed, failed, by_hand.DONE]
   codes = [jaxkv.Status.OUT_OF_PAGES] * 2
-  assert state.queue.code.tolist() == [*codes, jaxkv.Status.OK]
+  results = rollout.generated(state)
+  assert results.code.tolist() == [*codes, jaxkv.Status.OK]
   lengths = state.queue.length - state.queue.prompt_length
   assert lengths.tolist() == [0, 3, 1]
   # One to refuse the first, three tokens, one to find no page, and a token.
@@ -60,5 +61,6 @@ def test_traced_lengths_out_of_range_fail():
   state = by_hand.program()(state, 0.0, 50)
   assert state.queue.status.tolist() == [by_hand.FAILED, by_hand.DONE] * 2
   codes = [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK]
-  assert state.queue.code.tolist() == codes * 2
+  results = rollout.generated(state)
+  assert results.code.tolist() == codes * 2
   assert int(state.memory.cache.error) == jaxkv.Status.OK

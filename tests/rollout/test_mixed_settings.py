@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import rollout
 from tests.guides import small_vocabulary
 from tests.tools.tiers import slow_except
@@ -89,7 +90,7 @@ def _mixed(vocab_size: int) -> rollout.Sampling:
     [letters[offset : offset + 2] for offset in rng.integers(0, 5000, 2)]
     for _ in range(_COUNT)
   ]
-  tokens = rollout.token_bytes(small_vocabulary.tokens()[:vocab_size])
+  tokens = guides.token_bytes(small_vocabulary.tokens()[:vocab_size])
   return rollout.Sampling(
     temperature=either(0.3, 2.0, 0.0),
     top_k=np.where(rng.random(_COUNT) < 0.4, 0, rng.integers(1, 40, _COUNT)),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import guides
 from jaxkv import rollout
 from jaxkv._src.engine import generate
 from jaxkv._src.engine import ngrams
@@ -57,7 +58,7 @@ def test_limits_of_a_call():
 @pytest.mark.fast
 def test_stop_tokens_and_stop_strings():
   """A stop string counts after enough tokens, and a stop token before it."""
-  texts = rollout.token_bytes([b"a", b"b", b"c", b"ab", b"!"])
+  texts = guides.token_bytes([b"a", b"b", b"c", b"ab", b"!"])
   strings = rollout.stop_strings([["xx", "ab"]] * 3, texts)
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=8, stop_token=4)
   sampling = rollout.Sampling(

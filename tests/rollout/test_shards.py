@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import rollout
 from jaxkv import sharding
 from jaxkv._src.sharding import rebalance as rebalance_steps
@@ -245,7 +246,7 @@ class TestPrompts:
     """Settings follow their samples, also with an uneven number of prompts."""
     names = recipes.attention_alone()
     strings = rollout.stop_strings(
-      [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])
+      [["b"], ["ca"]], guides.token_bytes([bytes([97 + n]) for n in range(11)])
     )
     names["requests"] = by_hand.requests_of(
       by_hand.PROMPTS[:3],

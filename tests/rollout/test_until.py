@@ -29,7 +29,7 @@ _generate = jax.jit(
 
 def _until(**limits: int) -> rollout.Until:
   """Returns limits that are all numbers, so one program serves all tests."""
-  names = ("steps", "sequences", "groups")
+  names = ("steps", "sequences", "prompts")
   limits = dict.fromkeys(names, by_hand.NO_LIMIT) | limits
   return rollout.Until(**{k: jnp.int32(v) for k, v in limits.items()})
 
@@ -40,7 +40,7 @@ def _is_done(state: rollout.RolloutState) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_call_ends_after_complete_groups(count):
-  until = _until(groups=count)
+  until = _until(prompts=count)
   stopped = _generate(_begun(), until)
   groups = _is_done(stopped).reshape(-1, 2).all(axis=1)
   assert groups.sum() == count
@@ -105,6 +105,6 @@ def test_sequences_until_all_are_harvested():
 def test_empty_groups_are_not_complete():
   """A group without samples does not count as complete."""
   state = _begun(num_samples=[0, 1, 2, 0])
-  state = _generate(state, _until(groups=2))
+  state = _generate(state, _until(prompts=2))
   assert _is_done(state).sum() == 3
   assert bool(rollout.is_done(state))

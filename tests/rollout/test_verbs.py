@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import rollout
 from jaxkv._src.engine.page_keys import page_keys
 from tests.rollout import by_hand
@@ -111,7 +112,7 @@ def test_submit_reuses_rows():
 
 def _with_strings(strings, lists):
   """Returns settings in which each sample has one of the lists of strings."""
-  texts = rollout.token_bytes([bytes([65 + n]) for n in range(11)])
+  texts = guides.token_bytes([bytes([65 + n]) for n in range(11)])
   strings = rollout.stop_strings(strings, texts).select(lists)
   return rollout.Sampling(stop_strings=strings)
 
@@ -175,7 +176,7 @@ def test_harvest_of_groups_and_sequences():
   """One sample of the first group has ended, and both of the second."""
   state, _ = rollout.abort(_begun(), [0, 2, 3])
   skipped = [_SKIPPED] * 2
-  new_state, out = rollout.harvest(state, groups=True)
+  new_state, out = rollout.harvest(state, whole_prompts=True)
   assert _codes(out) == [*skipped, _OK, _OK, *skipped]
   status = [DONE, WAITS, EMPTY, EMPTY, EMPTY, EMPTY]
   assert new_state.queue.status.tolist() == status
@@ -183,7 +184,7 @@ def test_harvest_of_groups_and_sequences():
   assert out.results.tokens[2, :4].tolist() == [9, 9, 9, 0]
   assert not np.any(out.results.tokens[:2])
   unfinished = jaxkv.Status.UNFINISHED
-  _, out = rollout.harvest(state, [0, 2, 1], groups=True)
+  _, out = rollout.harvest(state, [0, 2, 1], whole_prompts=True)
   assert _codes(out) == [unfinished, _OK, unfinished]
   new_state, out = rollout.harvest(state, [0, 2, 1])
   assert _codes(out) == [_OK, _OK, unfinished]

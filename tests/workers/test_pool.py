@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxkv import guides
 from jaxkv import rollout
 from jaxkv import workers
 from tests.rollout.by_hand import requests_of
@@ -17,7 +18,7 @@ from tests.workers.stub import random_prompts
 from tests.workers.stub import results_of
 from tests.workers.stub import tokens_of
 
-_TOKENS = rollout.token_bytes([b"a", b"b"])
+_TOKENS = guides.token_bytes([b"a", b"b"])
 
 
 def _ending_at(string):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from jaxkv import guides
 from jaxkv import rollout
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import map_rows
@@ -16,7 +17,7 @@ _CONFIG = rollout.RolloutConfig(num_samples=_SAMPLES, max_new_tokens=4)
 def _requests():
   """Requests whose rows differ in all fields."""
   row = np.arange(_ROWS, dtype=np.int32)
-  tokens = rollout.token_bytes([b"a", b"b", b"c"])
+  tokens = guides.token_bytes([b"a", b"b", b"c"])
   lists = [["abc"[i % 3]] * (i % 2) for i in range(_ROWS)]
   return rollout.Requests(
     np.arange(_PROMPTS * 20, dtype=np.int32).reshape(_PROMPTS, 20),

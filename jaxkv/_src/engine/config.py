@@ -76,7 +76,7 @@ class RolloutConfig:
       `jaxkv.sharding.generate` sets it to the size of `axes.model`.
     lockstep_axis: the mesh axis along which the model communicates. All shards
       then call the model together, with equal shapes; a shard without work
-      makes idle calls. A shard that reaches `Until.groups` or
+      makes idle calls. A shard that reaches `Until.prompts` or
       `Until.sequences` continues until all shards can stop. None if shards call
       the model independently. `sharding.generate` sets it to `axes.experts`.
 

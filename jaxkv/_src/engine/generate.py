@@ -40,25 +40,25 @@ class Until:
   """Limits of a `generate` call, which returns when it reaches one of them.
 
   The call also returns when all sequences have ended. If the numbers are
-  traced, other values need no new compilation. `groups` and `sequences` also
+  traced, other values need no new compilation. `prompts` and `sequences` also
   count sequences that ended before the call and are still in the queue, so a
   call may return at once.
 
   Attributes:
     steps: the number of model calls; None for no limit.  # int32[]
-    groups: the number of prompts whose samples have all ended; None for no
+    prompts: the number of prompts whose samples have all ended; None for no
       limit.  # int32[]
     sequences: the number of ended sequences; None for no limit. With 1, a
       server can harvest each sequence when it ends.  # int32[]
 
   Examples:
     >>> from jaxkv import rollout
-    >>> rollout.Until(groups=16, steps=10_000).groups
+    >>> rollout.Until(prompts=16, steps=10_000).prompts
     16
   """
 
   steps: Array | int | None = None
-  groups: Array | int | None = None
+  prompts: Array | int | None = None
   sequences: Array | int | None = None
 
 
@@ -216,12 +216,12 @@ def goes_on(until: Until, state: RolloutState, first_step: Count) -> Array:
   num_left = calls_left(until, state, first_step)
   if num_left is not None:
     going &= num_left > 0
-  if until.groups is not None:
+  if until.prompts is not None:
     group_status = status.reshape(-1, state.config.num_samples)
     # The rows of a group without sequences are EMPTY.
     exists = jnp.any(has_ended(group_status), axis=1)
     ended = exists & jnp.all(group_status >= SequenceStatus.DONE, axis=1)
-    going &= jnp.sum(ended, dtype=jnp.int32) < until.groups
+    going &= jnp.sum(ended, dtype=jnp.int32) < until.prompts
   if until.sequences is not None:
     ended = jnp.sum(has_ended(status), dtype=jnp.int32)
     going &= ended < until.sequences

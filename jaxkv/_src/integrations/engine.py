@@ -246,8 +246,6 @@ class QueueEngine:
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
-    # Read here, because `harvest` does not return the codes of sequences.
-    code = state.queue.code
     state, out = rollout.harvest(state)
     results = out.results
     state = _with_filters(state, None)
@@ -257,7 +255,7 @@ class QueueEngine:
       "prompt_lengths": results.prompt_lengths,
       "log_probs": results.records.raw_log_probs,
       "finish": results.finish,
-      "code": code,
+      "code": results.code,
       "counters": dict(vars(state.counters)),
     }
 

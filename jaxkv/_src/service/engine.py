@@ -182,7 +182,7 @@ class Engine:
         `RolloutConfig.max_new_tokens`.
 
     Returns:
-      The samples. `results.finish` says why each has ended.
+      The samples. `results.finish` and `results.code` say why each ended.
 
     Raises:
       TypeError: an argument has the wrong type.

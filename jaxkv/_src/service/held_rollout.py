@@ -161,7 +161,7 @@ class HeldRollout:
     if not has_ended.any():
       return []
     rows = np.repeat(has_ended, num_samples)
-    out = self.update(programs.harvest, mask=rows, groups=True)
+    out = self.update(programs.harvest, mask=rows, whole_prompts=True)
     return samples.split(out.results, num_samples)
 
   def by_id(

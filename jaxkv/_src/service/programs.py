@@ -81,7 +81,9 @@ def progress_of(state: RolloutState) -> Progress:
 
 advance = jax.jit(_advance, static_argnums=3, donate_argnums=0)
 submit = jax.jit(submit_verb.submit, donate_argnums=0)
-harvest = jax.jit(harvest_rows, static_argnames="groups", donate_argnums=0)
+harvest = jax.jit(
+  harvest_rows, static_argnames="whole_prompts", donate_argnums=0
+)
 extend = jax.jit(extend_verb.extend, donate_argnums=0)
 abort = jax.jit(abort_verbs.abort, donate_argnums=0)
 update_weights = jax.jit(

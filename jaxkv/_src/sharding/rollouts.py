@@ -316,27 +316,27 @@ def _generated(state, axes):
 
 
 def harvest(
-  state: RolloutState, *, axes: MeshAxes, groups: bool = False
+  state: RolloutState, *, axes: MeshAxes, whole_prompts: bool = False
 ) -> tuple[RolloutState, Harvested]:
   """Removes ended sequences from all shards, see `jaxkv.rollout.harvest`.
 
   Args:
     state: the rollout.
     axes: the mesh.
-    groups: static; True to keep sequences until all samples of their prompt
-      have ended.
+    whole_prompts: static; True to keep sequences until all samples of their
+      prompt have ended.
 
   Returns:
     The rollout, and the sequences in the order of `generated`.
   """
   check_axes(axes)
   check_rollout(state)
-  return _harvest(state, axes, bool(groups))
+  return _harvest(state, axes, bool(whole_prompts))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _harvest(state, axes, groups):
-  remove = functools.partial(results.harvest, groups=groups)
+def _harvest(state, axes, whole_prompts):
+  remove = functools.partial(results.harvest, whole_prompts=whole_prompts)
   state, out = each_shard(remove, state, axes=axes)
   return state, _in_order(out, out.results, axes)
 

@@ -153,7 +153,7 @@ class LocalWorker:
   def advance(self) -> list[PromptSamples]:
     """Generates tokens; removes and returns the prompts that have ended."""
     self._state = self._generate(self._params, self._state, self._until)
-    self._state, out = _harvest(self._state, groups=True)
+    self._state, out = _harvest(self._state, whole_prompts=True)
     samples = self._state.config.num_samples
     starts = np.flatnonzero(np.asarray(out.ok)[::samples]) * samples
     if not starts.size:
@@ -246,7 +246,7 @@ _generate = jax.jit(
   generate, static_argnames=("model", "process", "draft"), donate_argnums=1
 )
 _submit = jax.jit(submit, donate_argnums=0)
-_harvest = jax.jit(harvest, static_argnames="groups", donate_argnums=0)
+_harvest = jax.jit(harvest, static_argnames="whole_prompts", donate_argnums=0)
 _abort = jax.jit(abort, donate_argnums=0)
 _update_weights = jax.jit(update_weights, donate_argnums=0)
 _export = jax.jit(export, static_argnames="max_pages", donate_argnums=0)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxkv import rollout
+from jaxkv import guides
 from jaxkv._src.models.loading import gguf_tokenizer
 from jaxkv._src.models.loading import tokenizer as tokenizers_of
 from jaxkv._src.models.loading.config_file import ConfigFile
@@ -104,7 +104,7 @@ class TestByteLevel:
       tokens = tokenizer.encode(line).tolist()
       plain = re.sub(r"<\|im_(start|end)\|>", "", line)
       assert b"".join(pieces[i] for i in tokens) == plain.encode()
-    assert rollout.token_bytes(pieces).vocab_size == len(pieces)
+    assert guides.token_bytes(pieces).vocab_size == len(pieces)
 
   def test_bytes_of_added_tokens(self):
     """Only a decoder that turns the block into a space does so in the bytes."""

@@ -57,6 +57,8 @@ class Generated:
       `RolloutConfig.record_experts`.
       # int16 or int32[R, W, J, k]
     finish: the reason for the end of each sequence, a `Finish`.  # int32[R]
+    code: why a sequence failed, a `jaxkv.Status`; OK for other sequences.
+      # int32[R]
     stop: the stop token, or the index of the stop string, that ended the
       sequence; -1 for none.  # int32[R]
     is_new: True for sequences that ended in the last call of `generate`.
@@ -79,6 +81,7 @@ class Generated:
   records: Records
   experts: Array | None
   finish: Array
+  code: Array
   stop: Array
   is_new: Array
   valid: Array
@@ -123,6 +126,7 @@ def _take_rows(queue: Queue, rows: Array, config: RolloutConfig) -> Generated:
     records=jax.tree.map(taken, queue.records),
     experts=None if experts is None else taken(experts, -1),
     finish=taken(queue.finish),
+    code=taken(queue.code),
     stop=taken(queue.stop, -1),
     is_new=taken(queue.is_new),
     valid=rows < queue.no_row,
@@ -148,7 +152,7 @@ def harvest(
   ids: Array | None = None,
   *,
   mask: Array | None = None,
-  groups: bool = False,
+  whole_prompts: bool = False,
 ) -> tuple[RolloutState, Harvested]:
   """Removes ended sequences from the queue, and returns their tokens.
 
@@ -159,28 +163,28 @@ def harvest(
     ids: int32[R], ids of sequences. None for all Q rows; rows without an ended
       sequence are then SKIPPED.
     mask: bool[R], the rows to process; None for all.
-    groups: static; True to remove a sequence only after all samples of its
-      prompt have ended or were removed.
+    whole_prompts: static; True to remove a sequence only after all samples of
+      its prompt have ended or were removed.
 
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED if the
-    sequence, or with `groups` its group, has not ended.
+    sequence, or with `whole_prompts` a sample of its prompt, has not ended.
   """
   check_single(state)
   if ids is not None:
     ids = as_ids(ids)
   rows = state.queue.size if ids is None else ids.shape[0]
-  return _harvest(state, ids, as_mask(mask, rows), bool(groups))
+  return _harvest(state, ids, as_mask(mask, rows), bool(whole_prompts))
 
 
 @jax.jit(static_argnums=3)
 def _harvest(
-  state: RolloutState, ids: Array | None, mask: Array, groups: bool
+  state: RolloutState, ids: Array | None, mask: Array, whole_prompts: bool
 ) -> tuple[RolloutState, Harvested]:
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   queue, samples = state.queue, state.config.num_samples
   is_ready = has_ended(queue.status)
-  if groups:
+  if whole_prompts:
     status = queue.status.reshape(-1, samples)
     is_whole = jnp.all(status >= SequenceStatus.DONE, axis=1)
     is_ready &= jnp.repeat(is_whole, samples)

@@ -154,7 +154,7 @@ class Tokenizer:
     return np.asarray(encode_marked(self.core, text, tokens), np.int32)
 
   def token_bytes(self) -> list[bytes]:
-    """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
+    """Returns the bytes of each token, for `jaxkv.guides.token_bytes`.
 
     A special token gets no bytes. If a token includes the space before a word,
     so do its bytes.
@@ -188,7 +188,7 @@ class Tokenizer:
       return _spaced_piece
     raise ValueError(
       "the tokenizer must have a decoder ByteLevel, ByteFallback, Metaspace or "
-      f"Replace, got {sorted(kinds)}; give `rollout.token_bytes` the bytes of "
+      f"Replace, got {sorted(kinds)}; give `guides.token_bytes` the bytes of "
       "each token yourself."
     )
 
