@@ -15,6 +15,7 @@ It is made of functions of a rollout's state, which can be called inside `jit`:
 | `is_done` | reports whether all sequences have ended |
 | `submit`, `harvest` | add prompts, and remove finished sequences |
 | `extend` | appends tokens of a tool or a user, and resumes sequences |
+| `branch` | copies sequences, which continue independently |
 | `abort`, `requeue` | end sequences, or put running ones back into the queue |
 | `export`, `import_sequences` | move sequences to another rollout |
 | `update_weights` | starts a new version of the weights |
@@ -49,7 +50,7 @@ Types:
 | `Samples`, `PromptSamples` | the results of `Engine` and `generate_texts` |
 | `Timeline`, `Span` | the result of `timeline` |
 
-`submit`, `harvest`, `extend`, `abort`, `requeue`, `export` and
+`submit`, `harvest`, `extend`, `branch`, `abort`, `requeue`, `export` and
 `import_sequences` return the new state and an outcome with a `jaxkv.Status` for
 each row. A row that fails changes nothing. `score` returns a status for each
 prompt. `generate` and `update_weights` return the state. All of these functions
@@ -99,6 +100,7 @@ from jaxkv._src.engine.timeline import Timeline
 from jaxkv._src.engine.timeline import timeline
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.abort import requeue
+from jaxkv._src.engine.verbs.branch import branch
 from jaxkv._src.engine.verbs.extend import extend
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
@@ -144,6 +146,7 @@ __all__ = [
   "Timeline",
   "Until",
   "abort",
+  "branch",
   "check",
   "check_invariants",
   "export",

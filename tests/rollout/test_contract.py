@@ -42,9 +42,14 @@ def _submit(state, ids=None, mask=None, **requests):
   return rollout.submit(state, rollout.Requests(**requests), ids=ids, mask=mask)
 
 
+def _branch(state, ids, mask=None):
+  return rollout.branch(state, ids, 1, mask=mask)
+
+
 TABLE = {
   "submit": _submit,
   "extend": rollout.extend,
+  "branch": _branch,
   "abort": rollout.abort,
   "requeue": rollout.requeue,
   "harvest": rollout.harvest,
@@ -65,6 +70,7 @@ _PUBLIC -= {"recompute", "keep", "drop"}
 NAMING = [
   "submit",
   "extend",
+  "branch",
   "abort",
   "requeue",
   "harvest",

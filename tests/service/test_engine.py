@@ -37,10 +37,10 @@ def _params(seed: int):
   return models.init_params(jax.random.key(seed), _DECODER)
 
 
-def _engine(**options) -> rollout.Engine:
+def _engine() -> rollout.Engine:
   """Returns an engine whose programs all tests share."""
   model = functools.partial(_model, config=_DECODER)
-  engine = rollout.Engine(_params(0), model, _CACHE, _CONFIG, **options)
+  engine = rollout.Engine(_params(0), model, _CACHE, _CONFIG, num_prompts=16)
   # One field of `Sampling` in all calls, so that the loop compiles once.
   engine.generate([[1]], sampling=_GREEDY, max_new_tokens=1)
   return engine
@@ -311,3 +311,47 @@ def test_bytes_size_the_cache():
       leaves = jax.tree.leaves(state.memory.kv)
       assert sum(leaf.nbytes for leaf in leaves) <= num_bytes
       assert state.slots.size == num_slots
+
+
+def test_branches_share_pages_and_continue_from_their_sequence(shared_engine):
+  """Of a running, a waiting and an ended sequence, and of a branch."""
+  prompts = _prompts(7, 3, longest=6)
+  sampling = rollout.Sampling(temperature=1.0)
+  with _no_compilation():
+    ids = shared_engine.submit(prompts, sampling=sampling, max_new_tokens=12)
+    shared_engine.step(6)
+    parents = [int(first_id) for first_id in ids]
+    copies = shared_engine.branch(parents, 3)
+    grandchildren = shared_engine.branch([int(copies[0, 2])], 1)
+    while shared_engine.step():
+      pass
+    last_copies = shared_engine.branch(parents[:1], 1)
+    codes = shared_engine.extend(
+      last_copies[0].tolist(), [[5]], max_new_tokens=2
+    )
+    assert codes == [jaxkv.Status.OK]
+    while shared_engine.step():
+      pass
+    ended = shared_engine.harvest()
+  assert copies.shape == (3, 3) and (copies > max(parents)).all()
+  rows = {}
+  for out in ended:
+    for row in np.flatnonzero(out.results.valid):
+      one = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], out.results)
+      rows[int(one.ids[0])] = one
+      _check_log_probs(one)
+  new_ids = {*copies.ravel().tolist(), *grandchildren.ravel().tolist()}
+  assert {*parents, *new_ids, *last_copies.ravel().tolist()} <= set(rows)
+  for parent, of_parent in zip(parents, copies, strict=True):
+    length = len(prompts[parents.index(parent)])
+    for copy in of_parent.tolist():
+      assert rows[copy].prompt_lengths.tolist() == [length]
+      assert (
+        rows[copy].tokens[0, :length] == rows[parent].tokens[0, :length]
+      ).all()
+  whole = rows[parents[0]]
+  last = rows[int(last_copies[0, 0])]
+  num_kept = int(whole.lengths[0])
+  assert (last.tokens[0, :num_kept] == whole.tokens[0, :num_kept]).all()
+  assert (last.log_probs[0, :num_kept] == whole.log_probs[0, :num_kept]).all()
+  assert last.lengths[0] == num_kept + 3

@@ -3,14 +3,12 @@
 import dataclasses
 import pathlib
 import threading
-import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
@@ -20,7 +18,6 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import Counters
-from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
@@ -41,11 +38,6 @@ from jaxkv._src.service.prompt_reader import PromptReader
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Samples
 from jaxkv._src.transfer import snapshot
-
-_NO_LIMIT = 2**30
-_MAX_STEPS = 2**12
-_SECONDS = 0.5
-"""The time of a span of steps, after which the host looks at the results."""
 
 
 class Engine:
@@ -145,7 +137,6 @@ class Engine:
     device = served_model.device_of(params)
     self._params = jax.device_put(params, device)
     self._lock = threading.RLock()
-    self._span_steps = 8
     self._held = HeldRollout(
       self._config,
       self._cache,
@@ -311,24 +302,10 @@ class Engine:
       steps: the maximum number of model calls; None for about half a second,
         or until as many sequences have ended as there are slots.
     """
+    if steps is not None:
+      steps = as_count("steps", steps, 1)
     with self._lock:
-      num_steps = self._span_steps
-      max_ended = _NO_LIMIT
-      if steps is None:
-        num_ended = self._held.num_ended()
-        max_ended = num_ended + self._cache.num_slots
-      else:
-        num_steps = as_count("steps", steps, 1)
-      # Always both numbers, so that one program serves all calls.
-      until = Until(steps=jnp.int32(num_steps), sequences=jnp.int32(max_ended))
-      start_time = time.perf_counter()
-      progress = self._held.update(
-        programs.advance, self._params, until, self._functions
-      )
-      if steps is None:
-        elapsed = time.perf_counter() - start_time
-        self._span_steps = _next_span(self._span_steps, elapsed)
-      return int(np.sum(progress.status < SequenceStatus.DONE))
+      return self._held.advance(self._params, self._functions, steps)
 
   def harvest(self) -> list[PromptSamples]:
     """Removes and returns the prompts whose samples have all ended."""
@@ -371,6 +348,21 @@ class Engine:
       return self._held.by_id(
         programs.extend, ids, rows, lengths, max_tokens=limits
       )
+
+  def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
+    """Copies sequences, see `jaxkv.rollout.branch`.
+
+    Args:
+      ids: the ids of R sequences, ended or running.
+      num_branches: n, the number of copies of each.
+
+    Returns:
+      The ids of the copies; -1 for a sequence that cannot be copied, or for
+      which the queue has no room.  # int32[R, n]
+    """
+    num_branches = as_count("num_branches", num_branches, 1)
+    with self._lock:
+      return self._held.branch(ids, num_branches)
 
   def update_weights(self, params: Any, policy: Policy = "recompute") -> None:
     """Replaces the weights, see `jaxkv.rollout.update_weights`.
@@ -487,11 +479,3 @@ class Engine:
 
   def __exit__(self, *_: Any) -> None:
     self.close()
-
-
-def _next_span(num_steps: int, seconds: float) -> int:
-  """Returns the steps of the next span, at most twice as many."""
-  # A span in which all sequences end early takes little time, whatever its
-  # steps.
-  fitting_steps = round(_SECONDS * num_steps / seconds)
-  return max(1, min(2 * num_steps, fitting_steps, _MAX_STEPS))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.generate import Until
+from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
@@ -25,6 +28,11 @@ from jaxkv._src.service import programs
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service import samples
 from jaxkv._src.service.samples import PromptSamples
+
+_NO_LIMIT = 2**30
+_MAX_STEPS = 2**12
+_SECONDS = 0.5
+"""The time of a span of steps, after which the host looks at the results."""
 
 
 class HeldRollout:
@@ -59,6 +67,7 @@ class HeldRollout:
     self._init_kv = init_kv
     self._key = key
     self._next_id = first_sequence
+    self._span_steps = 8
     self._is_lent = False
     self._state: RolloutState | None = self._empty()
 
@@ -80,10 +89,6 @@ class HeldRollout:
   def num_unfinished(self) -> int:
     """Returns the number of sequences that wait or run."""
     return int(np.sum(self.progress().status < SequenceStatus.DONE))
-
-  def num_ended(self) -> int:
-    """Returns the number of ended sequences that are still in the queue."""
-    return int(np.sum(_has_ended(self.progress().status)))
 
   def update(self, program: Callable, *arguments: Any, **options: Any) -> Any:
     """Calls a program that donates the state.
@@ -148,6 +153,54 @@ class HeldRollout:
         )
     return out.ids[:num_prompts]
 
+  def advance(
+    self,
+    params: Any,
+    functions: tuple[StaticFunction, ...],
+    steps: int | None,
+  ) -> int:
+    """Generates tokens; returns the number of unfinished sequences.
+
+    Args:
+      params: the weights.
+      functions: the model, the `Process` and the `Draft`.
+      steps: the maximum number of model calls; None for about `_SECONDS`, or
+        until as many sequences have ended as there are slots.
+    """
+    num_steps = self._span_steps if steps is None else steps
+    max_ended = _NO_LIMIT
+    if steps is None:
+      num_ended = int(np.sum(_has_ended(self.progress().status)))
+      max_ended = num_ended + self._cache.num_slots
+    # Always both numbers, so that one program serves all calls.
+    until = Until(steps=jnp.int32(num_steps), sequences=jnp.int32(max_ended))
+    start_time = time.perf_counter()
+    progress = self.update(programs.advance, params, until, functions)
+    if steps is None:
+      # A span in which all sequences end early takes little time, whatever its
+      # steps.
+      rate = num_steps / (time.perf_counter() - start_time)
+      longest = min(2 * num_steps, _MAX_STEPS)
+      self._span_steps = max(1, min(longest, round(_SECONDS * rate)))
+    return int(np.sum(progress.status < SequenceStatus.DONE))
+
+  def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
+    """Copies sequences; returns the ids of the copies, int32[R, n]."""
+    index = prompt_arrays.padded_index(len(ids))
+    padded_ids = np.asarray(ids, np.int32)[index]
+    mask = np.arange(len(index)) < len(ids)
+    parts = []
+    for first_branch in range(0, num_branches, self._config.num_samples):
+      count = min(num_branches - first_branch, self._config.num_samples)
+      out = self.update(
+        programs.branch, padded_ids, num_branches=count, mask=mask
+      )
+      first_ids = out.ids[: len(ids), None]
+      copies = first_ids + np.arange(count, dtype=np.int32)
+      parts.append(np.where(first_ids < 0, -1, copies))
+    self._next_id = max(self._next_id, int(self.read().queue.next_id))
+    return np.concatenate(parts, axis=1)
+
   def harvest(self, wanted: set[int] | None) -> list[PromptSamples]:
     """Removes ended prompts, all or those whose ids are in `wanted`."""
     progress = self.progress()
@@ -171,7 +224,7 @@ class HeldRollout:
     count = len(ids)
     if not count:
       return []
-    index = np.minimum(np.arange(prompt_arrays.power_of_two(count)), count - 1)
+    index = prompt_arrays.padded_index(count)
     ids, rows, options = jax.tree.map(
       lambda array: np.asarray(array, np.int32)[index],
       (np.asarray(ids), rows, options),

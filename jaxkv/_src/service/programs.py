@@ -19,6 +19,7 @@ from jaxkv._src.engine.score import Scored
 from jaxkv._src.engine.score import score as score_groups
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs import abort as abort_verbs
+from jaxkv._src.engine.verbs import branch as branch_verb
 from jaxkv._src.engine.verbs import extend as extend_verb
 from jaxkv._src.engine.verbs import submit as submit_verb
 from jaxkv._src.engine.verbs import update_weights as weights_verb
@@ -85,6 +86,9 @@ harvest = jax.jit(
   harvest_rows, static_argnames="whole_prompts", donate_argnums=0
 )
 extend = jax.jit(extend_verb.extend, donate_argnums=0)
+branch = jax.jit(
+  branch_verb.branch, static_argnames="num_branches", donate_argnums=0
+)
 abort = jax.jit(abort_verbs.abort, donate_argnums=0)
 update_weights = jax.jit(
   _update_weights, static_argnames="policy", donate_argnums=0

@@ -106,7 +106,7 @@ def padded(requests: Requests, config: RolloutConfig, width: int) -> Requests:
   prompts of at most `width` - 1 tokens.
   """
   num_prompts, columns = np.shape(requests.tokens)
-  rows = np.minimum(np.arange(power_of_two(num_prompts)), num_prompts - 1)
+  rows = padded_index(num_prompts)
   samples = np.arange(config.num_samples)
   sample_rows = (rows[:, None] * config.num_samples + samples).reshape(-1)
   requests = map_rows(
@@ -118,6 +118,11 @@ def padded(requests: Requests, config: RolloutConfig, width: int) -> Requests:
   tokens = np.asarray(requests.tokens)[:, :num_columns]
   tokens = np.pad(tokens, ((0, 0), (0, num_columns - tokens.shape[1])))
   return dataclasses.replace(requests, tokens=tokens)
+
+
+def padded_index(count: int) -> np.ndarray:
+  """Returns 0 .. count - 1, then the last index, up to a power of two."""
+  return np.minimum(np.arange(power_of_two(count)), count - 1)
 
 
 def power_of_two(count: int) -> int:

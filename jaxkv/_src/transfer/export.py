@@ -1,7 +1,6 @@
 """export: removes sequences from a rollout, for another one to continue."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,7 @@ from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.steps.longest_hit import find_prefix
-from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import slots_of
@@ -26,6 +23,7 @@ from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
 from jaxkv._src.engine.verbs.find_sequences import leave_slots
+from jaxkv._src.engine.verbs.submit import take_rows
 from jaxkv._src.kv.page_contents import read_pages
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.import_rules import fingerprint_of
@@ -78,7 +76,7 @@ def export(
     >>> state, exported = rollout.export(state, [1], max_pages=0)
     >>> exported.queue.tokens.tolist(), exported.ok.tolist()
     ([[9, 3, 0, 0, 0, 0]], [True])
-    >>> state, out = rollout.import_sequences(state, exported)
+    >>> state, out = rollout.importtake_rows(state, exported)
     >>> out.ok.tolist()
     [True]
   """
@@ -134,7 +132,7 @@ def _export(
   state = leave_slots(state, slots_of(queue, state.slots, rows))
   exported = Exported(
     code=code,
-    queue=_sequences(state.queue, rows),
+    queue=take_rows(state.queue, rows),
     sample=rows % state.config.num_samples,
     runs=runs,
     num_computed=jnp.where(is_carried, num_tokens, 0),
@@ -213,24 +211,3 @@ def _numbered(pages: Array, num_listed: int) -> tuple[Array, Array]:
   page_index = rank[first_index]
   is_listed = is_page & (page_index < num_listed)
   return listed, jnp.where(is_listed, page_index, -1).reshape(pages.shape)
-
-
-def _sequences(queue: Queue, rows: Array) -> Queue:
-  """Copies rows int32[R] of a queue; zeros for a row out of range."""
-
-  def taken(path: Any, array: Array) -> Array:
-    name, strings = jax.tree_util.keystr(path), ".sampling.stop_strings."
-    if name == ".next_id":
-      return array + 0
-    # The tables are large, and the other rollout has them too.
-    if name.startswith(strings) and name != f"{strings}start":
-      return array[:0]
-    # Keys have no fill value.
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-      return array.at[rows].get(mode="clip")
-    return indexing.take(array, rows)
-
-  queue = dataclasses.replace(queue, page_keys=None, ngrams=None)
-  queue = jax.tree_util.tree_map_with_path(taken, queue)
-  order, position = order_of(queue.ids, queue.priority)
-  return dataclasses.replace(queue, order=order, place=position)

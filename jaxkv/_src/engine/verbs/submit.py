@@ -250,3 +250,24 @@ def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
   # New rows can precede old rows in the order, so all rows are sorted again.
   order, position = order_of(queue.ids, queue.priority)
   return dataclasses.replace(queue, order=order, place=position)
+
+
+def take_rows(queue: Queue, rows: Array) -> Queue:
+  """Copies rows int32[R] of a queue; zeros for a row out of range."""
+
+  def taken(path: Any, array: Array) -> Array:
+    name, strings = jax.tree_util.keystr(path), ".sampling.stop_strings."
+    if name == ".next_id":
+      return array + 0
+    # The tables are large, and the other rollout has them too.
+    if name.startswith(strings) and name != f"{strings}start":
+      return array[:0]
+    # Keys have no fill value.
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+      return array.at[rows].get(mode="clip")
+    return indexing.take(array, rows)
+
+  queue = dataclasses.replace(queue, page_keys=None, ngrams=None)
+  queue = jax.tree_util.tree_map_with_path(taken, queue)
+  order, position = order_of(queue.ids, queue.priority)
+  return dataclasses.replace(queue, order=order, place=position)
