@@ -47,7 +47,8 @@ Types:
 | `Harvested`, `Generated`, `Grouped` | results |
 | `Exported` | sequences between `export` and `import_sequences` |
 | `Scored` | the result of `score` |
-| `Samples`, `PromptSamples` | the results of `Engine` and `generate_texts` |
+| `Samples` | the result of `Engine.generate` and `generate_texts` |
+| `PromptSamples`, `NewTokens` | the results of `Engine.stream` |
 | `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `branch`, `abort`, `requeue`, `export` and
@@ -110,6 +111,7 @@ from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.statistics import Records
 from jaxkv._src.service.engine import Engine
+from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Samples
 from jaxkv._src.service.texts import generate_texts
@@ -129,6 +131,7 @@ __all__ = [
   "LogitBias",
   "Memory",
   "Model",
+  "NewTokens",
   "Process",
   "PromptSamples",
   "Records",

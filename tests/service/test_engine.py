@@ -125,6 +125,37 @@ def test_stream_yields_each_prompt_once_in_the_order_of_its_end(shared_engine):
   assert len(first_tokens) == 5
 
 
+def test_stream_of_tokens_yields_each_token_once(shared_engine):
+  """The new tokens of a sequence, joined, are those that it ends with."""
+  shared_engine.submit([[9, 9]], sampling=_GREEDY)  # of another caller
+  stream = shared_engine.stream(
+    _prompts(8, 20), sampling=_GREEDY, tokens=True, steps=2
+  )
+  tokens: dict[int, list[int]] = {}
+  num_ended = 0
+  for out in stream:
+    if isinstance(out, rollout.NewTokens):
+      assert out.tokens.size
+      tokens.setdefault(out.id, []).extend(out.tokens.tolist())
+      continue
+    num_ended += 1
+    for row in range(2):
+      mask = out.results.mask[row]
+      drawn = out.results.tokens[row][mask].tolist()
+      assert tokens.pop(out.id + row) == drawn
+  assert num_ended == 20 and not tokens
+  assert len(shared_engine.harvest()) == 1
+
+
+def test_stream_that_is_not_read_to_its_end_leaves_nothing(shared_engine):
+  room = shared_engine.room()
+  stream = shared_engine.stream(_prompts(9, 4), sampling=_GREEDY, steps=1)
+  next(stream)
+  assert shared_engine.harvest() == []
+  stream.close()
+  assert shared_engine.room() == room and shared_engine.step(1) == 0
+
+
 def test_sequences_continue_after_tokens_of_a_tool(shared_engine):
   with _no_compilation():
     ids = shared_engine.submit([[1, 2, 3]], sampling=_GREEDY)

@@ -1,8 +1,8 @@
 """Engine: a rollout with its weights, its memory and compiled programs."""
 
 import dataclasses
+import functools
 import pathlib
-import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
@@ -22,7 +23,6 @@ from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import check_model
-from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_tokens
@@ -35,8 +35,10 @@ from jaxkv._src.service import samples
 from jaxkv._src.service import served_model
 from jaxkv._src.service.held_rollout import HeldRollout
 from jaxkv._src.service.prompt_reader import PromptReader
+from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Samples
+from jaxkv._src.service.stream import Stream
 from jaxkv._src.transfer import snapshot
 
 
@@ -136,7 +138,6 @@ class Engine:
     # compile the loop again.
     device = served_model.device_of(params)
     self._params = jax.device_put(params, device)
-    self._lock = threading.RLock()
     self._held = HeldRollout(
       self._config,
       self._cache,
@@ -189,9 +190,10 @@ class Engine:
     }
     # An error of the tokenizer at the end would lose the samples.
     self._reader.texts([])
-    with self._lock:
-      ended = sorted(self.stream(prompts, **options), key=lambda out: out.id)
-    results = samples.joined(ended)
+    with self._held.lock:
+      stream = self.stream(prompts, **options)
+      ended = [out for out in stream if isinstance(out, PromptSamples)]
+    results = samples.joined(sorted(ended, key=lambda out: out.id))
     rows = zip(results.tokens, results.mask, strict=True)
     texts = self._reader.texts([tokens[mask] for tokens, mask in rows])
     if texts is None:
@@ -207,11 +209,23 @@ class Engine:
     sampling: Sampling | None = None,
     num_samples: int | None = None,
     max_new_tokens: int | None = None,
-  ) -> Iterator[PromptSamples]:
+    tokens: bool = False,
+    steps: int | None = None,
+  ) -> Iterator[PromptSamples | NewTokens]:
     """Generates samples of each prompt, and yields each prompt when it ends.
 
     A prompt with more than `RolloutConfig.num_samples` samples is yielded in
-    parts. See `generate` for the arguments and errors.
+    parts. If the caller does not read the stream to its end, its prompts are
+    aborted. See `generate` for the other arguments and errors.
+
+    Args:
+      prompts: see `generate`.
+      sampling: see `generate`.
+      num_samples: see `generate`.
+      max_new_tokens: see `generate`.
+      tokens: True to also yield the `NewTokens` of sequences that run.
+      steps: the number of model calls between two yields; None for those of
+        `step`, or for 8 with `tokens`.
     """
     requests = self._reader.requests(
       prompts,
@@ -219,31 +233,21 @@ class Engine:
       num_samples=num_samples,
       max_new_tokens=max_new_tokens,
     )
-    with self._lock:
+    check_bool("tokens", tokens)
+    if steps is None and tokens:
+      steps = 8
+    if steps is not None:
+      steps = as_count("steps", steps, 1)
+    with self._held.lock:
       self._held.adopt(requests)
-    return self._stream(requests)
-
-  def _stream(self, requests: Requests) -> Iterator[PromptSamples]:
-    num_entered, unfinished = 0, set()
-    num_prompts = len(requests.lengths)
-    while num_entered < num_prompts or unfinished:
-      with self._lock:
-        stop = min(num_entered + self.room(), num_prompts)
-        if stop > num_entered:
-          part = prompt_arrays.part(
-            requests, num_entered, stop, self._config.num_samples
-          )
-          unfinished |= set(self.submit(part).tolist())
-          num_entered = stop
-        elif not self._held.num_unfinished():
-          raise RuntimeError(
-            "The engine has no room for a prompt, because ended sequences that "
-            "`submit` added fill its queue; call `harvest` or `abort`."
-          )
-        self.step()
-        ended = self._held.harvest(unfinished)
-      unfinished -= {prompt.id for prompt in ended}
-      yield from ended
+    stream = Stream(
+      self._held,
+      requests,
+      self._config.num_samples,
+      advance=functools.partial(self.step, steps),
+      reads_tokens=tokens,
+    )
+    return stream.results()
 
   # --- single calls -----------------------------------------------------------
 
@@ -271,7 +275,7 @@ class Engine:
       TypeError: an argument has the wrong type.
       ValueError: as for `generate`.
     """
-    with self._lock:
+    with self._held.lock:
       if isinstance(prompts, Requests):
         requests = as_requests(prompts, self._config)
         check_tokens(
@@ -304,17 +308,17 @@ class Engine:
     """
     if steps is not None:
       steps = as_count("steps", steps, 1)
-    with self._lock:
+    with self._held.lock:
       return self._held.advance(self._params, self._functions, steps)
 
   def harvest(self) -> list[PromptSamples]:
     """Removes and returns the prompts whose samples have all ended."""
-    with self._lock:
+    with self._held.lock:
       return self._held.harvest(None)
 
   def abort(self, ids: Sequence[int]) -> list[Status]:
     """Ends sequences and frees their pages, see `jaxkv.rollout.abort`."""
-    with self._lock:
+    with self._held.lock:
       return self._held.by_id(programs.abort, ids)
 
   def extend(
@@ -344,7 +348,7 @@ class Engine:
     rows, lengths = prompt_arrays.stacked(list(tokens))
     check_tokens("tokens", rows, lengths, vocab_size=self._reader.vocab_size)
     limits = np.full((len(ids),), budget, np.int32)
-    with self._lock:
+    with self._held.lock:
       return self._held.by_id(
         programs.extend, ids, rows, lengths, max_tokens=limits
       )
@@ -361,7 +365,7 @@ class Engine:
       which the queue has no room.  # int32[R, n]
     """
     num_branches = as_count("num_branches", num_branches, 1)
-    with self._lock:
+    with self._held.lock:
       return self._held.branch(ids, num_branches)
 
   def update_weights(self, params: Any, policy: Policy = "recompute") -> None:
@@ -371,7 +375,7 @@ class Engine:
       params: arrays with the shapes, dtypes and devices of the first weights.
       policy: what becomes of unfinished sequences.
     """
-    with self._lock:
+    with self._held.lock:
 
       def placed(old: jax.Array, new: Any) -> jax.Array:
         # Other dtypes would compile again, and change the log-probs.
@@ -399,7 +403,7 @@ class Engine:
       A `jaxkv.rollout.Scored`, as NumPy arrays; the columns end with the
       longest completion.
     """
-    with self._lock:
+    with self._held.lock:
       rows = self._reader.tokens(prompts, self._config.max_length - 1)
       tokens, lengths = prompt_arrays.stacked(rows)
       answer_tokens, answer_lengths = prompt_arrays.stacked_groups(
@@ -426,26 +430,23 @@ class Engine:
     The next call that changes the engine copies the K/V memory once, because it
     cannot donate a state that somebody may keep.
     """
-    with self._lock:
+    with self._held.lock:
       return self._held.lend()
 
   @property
   def counters(self) -> Counters:
     """The counters of the rollout, as NumPy arrays."""
-    with self._lock:
+    with self._held.lock:
       return jax.device_get(self._held.read().counters)
 
   def room(self) -> int:
     """Returns the number of prompts for which the queue has room."""
-    with self._lock:
-      status = self._held.progress().status.reshape(
-        -1, self._config.num_samples
-      )
-    return int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
+    with self._held.lock:
+      return self._held.room()
 
   def match(self, prompts: Sequence[Any]) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""
-    with self._lock:
+    with self._held.lock:
       state = self._held.read()
       rows = self._reader.tokens(prompts, self._config.max_length - 1)
       requests = prompt_arrays.requests_of(
@@ -459,18 +460,18 @@ class Engine:
 
   def save(self, folder: str | pathlib.Path, *, pages: bool = True) -> None:
     """Saves the state, see `jaxkv.checkpoint.save`."""
-    with self._lock:
+    with self._held.lock:
       snapshot.save(folder, self._held.read(), pages=pages)
 
   def restore(self, folder: str | pathlib.Path) -> None:
     """Restores the state that `save` of an equal engine wrote."""
-    with self._lock:
+    with self._held.lock:
       state = snapshot.restore(folder, self._held.read())
       self._held.replace(state)
 
   def close(self) -> None:
     """Frees the memory of the cache; further calls raise a RuntimeError."""
-    with self._lock:
+    with self._held.lock:
       self._held.replace(None)
       self._params = None
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -38,7 +39,11 @@ _SECONDS = 0.5
 class HeldRollout:
   """A rollout whose programs update it in place, or an empty one after a fault.
 
-  The caller holds a lock during each call.
+  The caller holds `lock` during each call.
+
+  Attributes:
+    lock: the lock of the engine.
+    streamed: the ids of prompts that only their stream harvests.
   """
 
   def __init__(
@@ -61,6 +66,8 @@ class HeldRollout:
       key: key[].
       first_sequence: the id of the first sequence.
     """
+    self.lock = threading.RLock()
+    self.streamed: set[int] = set()
     self._config = config
     self._cache = cache
     self._num_prompts = num_prompts
@@ -85,6 +92,21 @@ class HeldRollout:
   def progress(self) -> programs.Progress:
     """Returns the ids, statuses and lengths, as NumPy arrays."""
     return jax.device_get(programs.read_progress(self.read()))
+
+  @property
+  def is_open(self) -> bool:
+    """True before `replace(None)`."""
+    return self._state is not None
+
+  def room(self) -> int:
+    """Returns the number of prompts for which the queue has room."""
+    status = self.progress().status.reshape(-1, self._config.num_samples)
+    return int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
+
+  def new_tokens(self, first_columns: np.ndarray, count: int) -> np.ndarray:
+    """Returns `count` tokens of each row from a column on, int32[Q, count]."""
+    state = self.read()
+    return np.asarray(programs.read_tokens(state, first_columns, count))
 
   def num_unfinished(self) -> int:
     """Returns the number of sequences that wait or run."""
@@ -211,6 +233,8 @@ class HeldRollout:
     first_ids = progress.ids.reshape(-1, num_samples)[:, 0]
     if wanted is not None:
       has_ended &= np.isin(first_ids, list(wanted))
+    else:
+      has_ended &= ~np.isin(first_ids, list(self.streamed))
     if not has_ended.any():
       return []
     rows = np.repeat(has_ended, num_samples)

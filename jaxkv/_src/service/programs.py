@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import StaticFunction
@@ -80,6 +81,14 @@ def progress_of(state: RolloutState) -> Progress:
   return Progress(*map(jnp.copy, (queue.ids, queue.status, queue.length)))
 
 
+def _tokens_of(state: RolloutState, start: Array, count: int) -> Array:
+  """Returns the tokens of each row from column `start`, int32[Q, count]."""
+  tokens = state.queue.tokens
+  row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+  column = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+  return indexing.take(tokens, row, column)
+
+
 advance = jax.jit(_advance, static_argnums=3, donate_argnums=0)
 submit = jax.jit(submit_verb.submit, donate_argnums=0)
 harvest = jax.jit(
@@ -98,3 +107,4 @@ score = jax.jit(
 )
 copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 read_progress = jax.jit(progress_of)
+read_tokens = jax.jit(_tokens_of, static_argnums=2)

@@ -21,6 +21,18 @@ class PromptSamples(NamedTuple):
   results: Generated
 
 
+class NewTokens(NamedTuple):
+  """The tokens that a sequence got since they were last read.
+
+  Attributes:
+    id: the id of the sequence.
+    tokens: int32[X], in order.
+  """
+
+  id: int
+  tokens: np.ndarray
+
+
 class Samples(NamedTuple):
   """The samples of a list of prompts, in order.
 
