@@ -152,7 +152,13 @@ class TestTokens:
         "cascade_decode",
         lambda *a, **k: calls.append(1) or decode(*a, **k),
       )
-      state = _program(small_model)(small_model.params, state, _END)
+      # Another function than in other tests, so that it is traced again.
+      program = jax.jit(
+        functools.partial(
+          rollout.generate, model=lambda *args: small_model.forward(*args)
+        )
+      )
+      state = program(small_model.params, state, _END)
     assert calls
     expected = uncached_run(samples, temperature)
     np.testing.assert_array_equal(state.queue.tokens, expected.tokens)
