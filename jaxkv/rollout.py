@@ -35,6 +35,7 @@ Types:
 
 | type | purpose |
 |---|---|
+| `Engine` | a rollout with its weights and programs |
 | `RolloutConfig` | static options |
 | `Requests` | prompts and their settings, for `init` and `submit` |
 | `Sampling`, `LogitBias` | settings of each sequence |

@@ -261,7 +261,7 @@ class TestUntil:
     ],
   )
   def test_bad_limits_are_refused(self, value, error, message):
-    for name in ("steps", "groups", "sequences"):
+    for name in ("steps", "prompts", "sequences"):
       with pytest.raises(error, match=f"`until.{name}` {message}"):
         _generate(until=rollout.Until(**{name: value}))
 

@@ -44,11 +44,11 @@ def test_limits_of_a_call():
     ({}, True),
     ({"steps": 2}, True),
     ({"steps": 1}, False),
-    ({"groups": 1}, False),
-    ({"groups": 2}, True),
+    ({"prompts": 1}, False),
+    ({"prompts": 2}, True),
     ({"sequences": 3}, False),
     ({"sequences": 4}, True),
-    ({"steps": 9, "groups": 1, "sequences": 9}, False),
+    ({"steps": 9, "prompts": 1, "sequences": 9}, False),
   ):
     limits = generate.as_until(rollout.Until(**limits))
     start_steps = Count.zeros() + jnp.int32(4)

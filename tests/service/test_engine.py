@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.service import programs
@@ -386,3 +387,101 @@ def test_branches_share_pages_and_continue_from_their_sequence(shared_engine):
   assert (last.tokens[0, :num_kept] == whole.tokens[0, :num_kept]).all()
   assert (last.log_probs[0, :num_kept] == whole.log_probs[0, :num_kept]).all()
   assert last.lengths[0] == num_kept + 3
+
+
+def _strings(*lists):
+  tokens = guides.token_bytes([bytes([65 + token]) for token in range(32)])
+  return rollout.stop_strings(list(lists), tokens)
+
+
+@pytest.mark.slow
+def test_other_stop_strings_are_not_ignored():
+  """Lists whose automata differ only in which strings end where."""
+  model = functools.partial(_model, config=_DECODER)
+  with rollout.Engine(_params(0), model, _CACHE, _CONFIG) as engine:
+    prompt = [5, 3, 5, 3, 1]
+    seeds = rollout.Sampling(seed=3)
+    plain = engine.generate([prompt], num_samples=1, sampling=seeds)
+    drawn = plain.results.tokens[0][plain.results.mask[0]]
+    text = "".join(chr(65 + token) for token in drawn)
+    for strings, length in (([text[:3]], 3), ([text[:3], text[:2]], 2)):
+      sampling = rollout.Sampling(seed=3, stop_strings=_strings(*strings))
+      out = engine.generate([prompt], num_samples=1, sampling=sampling)
+      assert out.results.mask.sum() == length
+
+
+def test_requests_get_the_default_of_the_engine(shared_engine):
+  sampling = rollout.Sampling(temperature=0.0)
+  requests = rollout.Requests([[1, 2, 3]], [3], sampling=sampling)
+  ids = shared_engine.submit(requests)
+  while shared_engine.step():
+    pass
+  (out,) = shared_engine.harvest()
+  assert out.id == ids[0] and out.results.mask.sum(axis=1).tolist() == [5, 5]
+  with pytest.raises(TypeError, match="`max_new_tokens` must be None"):
+    shared_engine.submit(requests, max_new_tokens=3)
+  bad = rollout.Requests([[1, 2], [3, 4]], [2, 3], sampling=sampling)
+  with pytest.raises(ValueError, match=r"lengths\[1\]` must be 1 .. 2"):
+    shared_engine.submit(bad)
+  assert shared_engine.step() == 0 and shared_engine.harvest() == []
+
+
+def test_streams_share_the_rows_of_the_queue(shared_engine):
+  """The ended prompts of a stream that waits leave their rows to others."""
+  room = shared_engine.room()
+  stream = shared_engine.stream(_prompts(11, room), sampling=_GREEDY)
+  first = next(stream)
+  out = shared_engine.generate(_prompts(12, 3), sampling=_GREEDY)
+  assert len(out.results.valid) == 6
+  ids = {first.id, *(ended.id for ended in stream)}
+  assert len(ids) == room and shared_engine.room() == room
+
+
+def test_a_stream_ends_when_its_sequences_are_lost(monkeypatch):
+  with _engine() as engine:
+    engine.update_weights(_params(1))
+    stream = engine.stream(_prompts(13, 4), sampling=_GREEDY, steps=1)
+    next(stream)
+    advance = programs.advance
+
+    def failing(*arguments):
+      advance(*arguments)
+      raise ValueError("out of memory")
+
+    monkeypatch.setattr(programs, "advance", failing)
+    with pytest.raises(RuntimeError, match="lost its sequences"):
+      engine.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="sequences of this stream are lost"):
+      list(stream)
+    out = engine.generate([[5, 3, 1]], sampling=_GREEDY)
+    assert out.results.versions.max() == 1
+    _check_log_probs(out.results, seed=1)
+
+
+def test_refused_prompts_use_no_ids(shared_engine):
+  ids = shared_engine.submit(_prompts(1, 40), sampling=_GREEDY)
+  last_id = ids.max()
+  shared_engine.abort(
+    [id_ + g for id_ in ids[ids >= 0].tolist() for g in (0, 1)]
+  )
+  shared_engine.harvest()
+  (next_id,) = shared_engine.submit([[1]], sampling=_GREEDY)
+  assert next_id == last_id + 2
+  while shared_engine.step():
+    pass
+  shared_engine.harvest()
+
+
+@pytest.mark.parametrize("ids", [[2**32 + 5], [3.9]])
+def test_bad_ids_are_named(shared_engine, ids):
+  with pytest.raises((TypeError, ValueError), match="`ids` must"):
+    shared_engine.abort(ids)
+  with pytest.raises((TypeError, ValueError), match="`ids` must"):
+    shared_engine.branch(ids, 1)
+  assert shared_engine.branch([], 2).shape == (0, 2)
+
+
+def test_completions_out_of_the_vocabulary_are_named(shared_engine):
+  with pytest.raises(ValueError, match="completions"):
+    shared_engine.score([[1, 2]], [[[99]]])

@@ -1,7 +1,6 @@
 """Protocols of a caller's functions, their arguments, and checks of results."""
 
 import functools
-from collections.abc import Hashable
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
@@ -146,15 +145,27 @@ class StaticFunction:
     if isinstance(function, functools.partial):
       keywords = tuple(sorted(function.keywords.items()))
       bound = *function.args, *(value for _, value in keywords)
-      # Arrays cannot be hashed, and then the partial is compared by identity.
-      if all(isinstance(value, Hashable) for value in bound):
-        self._key = function.func, function.args, keywords
+      # The types too, because 1 == True. `repr` tells 0.0 from -0.0.
+      kinds = tuple(
+        (type(value), repr(value)) for value in bound if _is_number(value)
+      )
+      key = function.func, function.args, keywords, kinds
+      try:
+        hash(key)
+        self._key = key
+      except TypeError:
+        # A bound array cannot be hashed. The partial is compared by identity.
+        pass
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, StaticFunction) and self._key == other._key
 
   def __hash__(self) -> int:
     return hash(self._key)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, bool | int | float)
 
 
 def check_model(model: Any, config: RolloutConfig) -> None:

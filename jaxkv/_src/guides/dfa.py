@@ -62,7 +62,7 @@ def compile_grammar(grammar: Grammar) -> ByteDfa:
   """Compiles a grammar, which must match a text, to its minimal DFA.
 
   Examples:
-    >>> from jaxkv.rollout import regex
+    >>> from jaxkv.guides import regex
     >>> dfa = compile_grammar(regex("(ab)*"))
     >>> dfa.num_states, dfa.max_bytes
     (3, None)

@@ -7,7 +7,7 @@ class Grammar:
   """A set of byte strings; the base class of the classes below.
 
   Examples:
-    >>> from jaxkv.rollout import json_schema, regex
+    >>> from jaxkv.guides import json_schema, regex
     >>> answer = regex("Answer: ") + (regex("none") | json_schema({}))
   """
 

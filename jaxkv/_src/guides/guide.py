@@ -239,7 +239,7 @@ def guide(
       the tokens can spell.
 
   Examples:
-    >>> from jaxkv.rollout import token_bytes
+    >>> from jaxkv.guides import token_bytes
     >>> tokens = token_bytes([b"y", b"es", b"no", b"n", b""])
     >>> yes_or_no = guide("yes|no", tokens, stop_token=4)
     >>> state = yes_or_no.init(1).state

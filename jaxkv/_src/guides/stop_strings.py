@@ -134,7 +134,7 @@ def stop_strings(
     ValueError: a string is empty.
 
   Examples:
-    >>> from jaxkv.rollout import token_bytes
+    >>> from jaxkv.guides import token_bytes
     >>> tokens = token_bytes([b"a", b"bc", b"c d"])
     >>> stop = stop_strings([["ab", "cc"], ["c"]], tokens)
     >>> states, found = stop.advance(stop.init(2), jnp.asarray([0, 0]))

@@ -24,17 +24,18 @@ from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.service import programs
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service import samples
 from jaxkv._src.service import served_model
 from jaxkv._src.service.held_rollout import HeldRollout
 from jaxkv._src.service.prompt_reader import PromptReader
+from jaxkv._src.service.prompt_reader import as_token_list
 from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Samples
@@ -50,9 +51,9 @@ class Engine:
   are padded to powers of two, so calls with other prompts compile nothing.
   Pages stay cached between calls.
 
-  One thread calls at a time; others wait. If a call fails while the state is
-  donated, its sequences and pages are lost: the call raises a RuntimeError that
-  says so, and the engine goes on with an empty cache.
+  One thread calls at a time; others wait, in no particular order. If a call
+  fails while the state is donated, its sequences and pages are lost: the call
+  raises a RuntimeError that says so, and the engine goes on with an empty cache.
 
   Examples:
     >>> import functools
@@ -275,15 +276,14 @@ class Engine:
       TypeError: an argument has the wrong type.
       ValueError: as for `generate`.
     """
+    options = {
+      "sampling": sampling,
+      "num_samples": num_samples,
+      "max_new_tokens": max_new_tokens,
+    }
     with self._held.lock:
       if isinstance(prompts, Requests):
-        requests = as_requests(prompts, self._config)
-        check_tokens(
-          "prompts.tokens",
-          requests.tokens,
-          requests.lengths,
-          vocab_size=self._reader.vocab_size,
-        )
+        requests = self._reader.checked(prompts, options)
       else:
         if num_samples is not None and num_samples > self._config.num_samples:
           raise ValueError(
@@ -291,12 +291,7 @@ class Engine:
             f"{self._config.num_samples}, got {num_samples}; raise it, or call "
             "`generate`, which splits prompts."
           )
-        requests = self._reader.requests(
-          prompts,
-          sampling=sampling,
-          num_samples=num_samples,
-          max_new_tokens=max_new_tokens,
-        )
+        requests = self._reader.requests(prompts, **options)
       return self._held.submit(requests)
 
   def step(self, steps: int | None = None) -> int:
@@ -314,7 +309,7 @@ class Engine:
   def harvest(self) -> list[PromptSamples]:
     """Removes and returns the prompts whose samples have all ended."""
     with self._held.lock:
-      return self._held.harvest(None)
+      return self._held.harvest()
 
   def abort(self, ids: Sequence[int]) -> list[Status]:
     """Ends sequences and frees their pages, see `jaxkv.rollout.abort`."""
@@ -345,7 +340,9 @@ class Engine:
         f"{len(tokens)}."
       )
     budget = self._reader.budget(max_new_tokens)
-    rows, lengths = prompt_arrays.stacked(list(tokens))
+    rows, lengths = prompt_arrays.stacked(
+      [as_token_list(f"tokens[{row}]", ids) for row, ids in enumerate(tokens)]
+    )
     check_tokens("tokens", rows, lengths, vocab_size=self._reader.vocab_size)
     limits = np.full((len(ids),), budget, np.int32)
     with self._held.lock:
@@ -372,17 +369,15 @@ class Engine:
     """Replaces the weights, see `jaxkv.rollout.update_weights`.
 
     Args:
-      params: arrays with the shapes, dtypes and devices of the first weights.
+      params: arrays with the shapes of the first weights. The engine keeps
+        them, so do not donate them.
       policy: what becomes of unfinished sequences.
     """
     with self._held.lock:
-
-      def placed(old: jax.Array, new: Any) -> jax.Array:
-        # Other dtypes would compile again, and change the log-probs.
-        return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
-
-      placed_params = jax.tree.map(placed, self._params, params)
+      self._held.read()
+      placed_params = served_model.placed(params, self._params)
       self._held.update(programs.update_weights, policy=policy)
+      self._held.version += 1
       self._params = placed_params
 
   def score(
@@ -392,6 +387,8 @@ class Engine:
     **options: Any,
   ) -> Any:
     """Computes log-probs of completions, see `jaxkv.rollout.score`.
+
+    Another number of prompts or completions compiles again.
 
     Args:
       prompts: N prompts, as in `generate`.
@@ -409,6 +406,14 @@ class Engine:
       answer_tokens, answer_lengths = prompt_arrays.stacked_groups(
         completions, len(rows)
       )
+      check_tokens(
+        "completions",
+        answer_tokens,
+        answer_lengths,
+        vocab_size=self._reader.vocab_size,
+      )
+      if "temperature" in options:
+        options["temperature"] = as_temperature(options["temperature"])
       scored = self._held.update(
         programs.score,
         self._params,
@@ -464,7 +469,11 @@ class Engine:
       snapshot.save(folder, self._held.read(), pages=pages)
 
   def restore(self, folder: str | pathlib.Path) -> None:
-    """Restores the state that `save` of an equal engine wrote."""
+    """Restores the state that `save` of an equal engine wrote.
+
+    The queue must have the optional fields of that engine. To give them to a
+    new engine, `generate` a prompt with the same `sampling` first.
+    """
     with self._held.lock:
       state = snapshot.restore(folder, self._held.read())
       self._held.replace(state)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import init as init_cache
@@ -36,6 +37,17 @@ _SECONDS = 0.5
 """The time of a span of steps, after which the host looks at the results."""
 
 
+def _check_counts(requests: Requests, num_samples: int) -> None:
+  """Raises ValueError unless each prompt has 1 .. G samples."""
+  if requests.num_samples is None:
+    return
+  counts = np.asarray(requests.num_samples)
+  for index in np.flatnonzero((counts < 1) | (counts > num_samples))[:1]:
+    raise ValueError(
+      f"`num_samples[{index}]` must be 1 to {num_samples}, got {counts[index]}."
+    )
+
+
 class HeldRollout:
   """A rollout whose programs update it in place, or an empty one after a fault.
 
@@ -43,7 +55,10 @@ class HeldRollout:
 
   Attributes:
     lock: the lock of the engine.
-    streamed: the ids of prompts that only their stream harvests.
+    streamed: the ids of the prompts of streams.
+    ended: prompts of streams that were harvested for their rows.
+    generation: increases when all sequences are replaced.
+    version: the version of the weights.
   """
 
   def __init__(
@@ -68,6 +83,9 @@ class HeldRollout:
     """
     self.lock = threading.RLock()
     self.streamed: set[int] = set()
+    self.ended: dict[int, PromptSamples] = {}
+    self.generation = 0
+    self.version = 0
     self._config = config
     self._cache = cache
     self._num_prompts = num_prompts
@@ -135,9 +153,11 @@ class HeldRollout:
       # Errors of a device appear when its results are read.
       return jax.device_get(out)
     except BaseException as error:
-      if not _is_lost(self._state):
+      if self._state is state and not _is_lost(state):
         raise
-      self._state = self._empty()
+      if self._state is not state and not _is_lost(self._state):
+        raise
+      self._restart()
       message = (
         "The engine lost its sequences and cached pages, because a program "
         "failed that had donated its state; it goes on with an empty cache."
@@ -161,12 +181,18 @@ class HeldRollout:
     queue = self.read().queue
     num_samples = self._config.num_samples
     num_prompts = len(requests.lengths)
+    _check_counts(requests, num_samples)
     requests = prompt_arrays.with_salts(requests, queue, self._config)
     requests = prompt_arrays.padded(requests, self._config, queue.width)
     mask = np.arange(len(requests.lengths)) < num_prompts
+    # After an interrupt, the queue can have later ids than were returned.
+    self._next_id = max(self._next_id, int(queue.next_id))
     ids = self._next_id + np.arange(len(mask), dtype=np.int32) * num_samples
     out = self.update(programs.submit, requests, ids=ids, mask=mask)
-    self._next_id += num_prompts * num_samples
+    # Refused prompts use no ids.
+    last_id = int(out.ids[:num_prompts].max(initial=-1))
+    if last_id >= 0:
+      self._next_id = max(self._next_id, last_id + num_samples)
     for index, code in enumerate(out.code[:num_prompts].tolist()):
       if code not in (Status.OK, Status.QUEUE_FULL):
         raise ValueError(
@@ -198,9 +224,7 @@ class HeldRollout:
     until = Until(steps=jnp.int32(num_steps), sequences=jnp.int32(max_ended))
     start_time = time.perf_counter()
     progress = self.update(programs.advance, params, until, functions)
-    if steps is None:
-      # A span in which all sequences end early takes little time, whatever its
-      # steps.
+    if steps is None and progress.num_steps == num_steps:
       rate = num_steps / (time.perf_counter() - start_time)
       longest = min(2 * num_steps, _MAX_STEPS)
       self._span_steps = max(1, min(longest, round(_SECONDS * rate)))
@@ -208,8 +232,10 @@ class HeldRollout:
 
   def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
     """Copies sequences; returns the ids of the copies, int32[R, n]."""
+    if not len(ids):
+      return np.zeros((0, num_branches), np.int32)
     index = prompt_arrays.padded_index(len(ids))
-    padded_ids = np.asarray(ids, np.int32)[index]
+    padded_ids = np.asarray(as_int32("ids", list(ids), (len(ids),)))[index]
     mask = np.arange(len(index)) < len(ids)
     parts = []
     for first_branch in range(0, num_branches, self._config.num_samples):
@@ -223,18 +249,22 @@ class HeldRollout:
     self._next_id = max(self._next_id, int(self.read().queue.next_id))
     return np.concatenate(parts, axis=1)
 
-  def harvest(self, wanted: set[int] | None) -> list[PromptSamples]:
-    """Removes ended prompts, all or those whose ids are in `wanted`."""
+  def harvest(self) -> list[PromptSamples]:
+    """Removes and returns ended prompts, except those of streams."""
+    return self._harvest(of_streams=False)
+
+  def harvest_streams(self) -> None:
+    """Moves the ended prompts of all streams to `ended`."""
+    self.ended |= {out.id: out for out in self._harvest(of_streams=True)}
+
+  def _harvest(self, *, of_streams: bool) -> list[PromptSamples]:
     progress = self.progress()
     num_samples = self._config.num_samples
     status = progress.status.reshape(-1, num_samples)
     has_ended = np.any(_has_ended(status), axis=1)
     has_ended &= np.all(status >= SequenceStatus.DONE, axis=1)
     first_ids = progress.ids.reshape(-1, num_samples)[:, 0]
-    if wanted is not None:
-      has_ended &= np.isin(first_ids, list(wanted))
-    else:
-      has_ended &= ~np.isin(first_ids, list(self.streamed))
+    has_ended &= np.isin(first_ids, list(self.streamed)) == of_streams
     if not has_ended.any():
       return []
     rows = np.repeat(has_ended, num_samples)
@@ -249,12 +279,12 @@ class HeldRollout:
     if not count:
       return []
     index = prompt_arrays.padded_index(count)
-    ids, rows, options = jax.tree.map(
-      lambda array: np.asarray(array, np.int32)[index],
-      (np.asarray(ids), rows, options),
+    id_array = np.asarray(as_int32("ids", list(ids), (count,)))
+    id_array, rows, options = jax.tree.map(
+      lambda array: np.asarray(array)[index], (id_array, rows, options)
     )
     mask = np.arange(len(index)) < count
-    out = self.update(program, ids, *rows, mask=mask, **options)
+    out = self.update(program, id_array, *rows, mask=mask, **options)
     return [Status(code) for code in out.code[:count].tolist()]
 
   def replace(self, state: RolloutState | None) -> None:
@@ -264,8 +294,10 @@ class HeldRollout:
         leaf.delete()
     self._state = state
     self._is_lent = False
+    self._forget()
     if state is not None:
       self._next_id = int(state.queue.next_id)
+      self.version = int(state.memory.cache.epoch)
 
   def adopt(self, requests: Requests) -> None:
     """Gives the queue the optional fields of requests.
@@ -302,6 +334,21 @@ class HeldRollout:
       renewed, counters=state.counters, log=state.log
     )
 
+  def _restart(self) -> None:
+    """Starts again with an empty cache, and the version of the weights."""
+    self._state = None
+    self._forget()
+    state = self._empty()
+    for _ in range(self.version):
+      state, _ = programs.update_weights(state, policy="keep")
+    self._state = state
+
+  def _forget(self) -> None:
+    """Makes the streams of earlier sequences raise an error."""
+    self.generation += 1
+    self.streamed.clear()
+    self.ended.clear()
+
   def _empty(self) -> RolloutState:
     """Returns a state without sequences, with a new cache."""
     # The secret of page keys is random, so that nobody can construct equal keys
@@ -314,6 +361,7 @@ class HeldRollout:
       prompt_arrays.without_samples(self._num_prompts, self._config),
       self._key,
       self._config,
+      first_sequence=self._next_id,
       offload=init_offload(kv, self._cache)
       if self._cache.offload_pages
       else None,
@@ -327,5 +375,11 @@ def _has_ended(status: Any) -> Any:
 
 
 def _is_lost(state: RolloutState | None) -> bool:
-  """Returns True if an array of a state was donated or deleted."""
-  return any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+  """Returns True if an array of a state was donated, or cannot be read."""
+  if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+    return True
+  try:
+    jax.block_until_ready(state)
+  except jax.errors.JaxRuntimeError:
+    return True
+  return False

@@ -36,11 +36,13 @@ class Progress(NamedTuple):
     ids: int32[Q].
     status: int32[Q], a `SequenceStatus` for each row.
     lengths: int32[Q].
+    num_steps: int32[], the steps of this call.
   """
 
   ids: Array
   status: Array
   lengths: Array
+  num_steps: Array
 
 
 def _advance(
@@ -51,10 +53,12 @@ def _advance(
 ) -> tuple[RolloutState, Progress]:
   """Generates tokens with a model, a `Process` and a `Draft`."""
   model, process, draft = (static.function for static in functions)
+  first_step = state.counters.steps
   state = generate(
     params, state, until, model=model, process=process, draft=draft
   )
-  return state, progress_of(state)
+  num_steps = state.counters.steps.since(first_step)
+  return state, progress_of(state)._replace(num_steps=num_steps)
 
 
 def _score(
@@ -78,7 +82,8 @@ def _update_weights(
 def progress_of(state: RolloutState) -> Progress:
   """Returns the ids, statuses and lengths of a state, in new arrays."""
   queue = state.queue
-  return Progress(*map(jnp.copy, (queue.ids, queue.status, queue.length)))
+  arrays = map(jnp.copy, (queue.ids, queue.status, queue.length))
+  return Progress(*arrays, num_steps=jnp.int32(0))
 
 
 def _tokens_of(state: RolloutState, start: Array, count: int) -> Array:

@@ -13,10 +13,23 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.settings import as_sampling
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service.served_model import ServedModel
+
+
+def as_token_list(name: str, tokens: Any) -> np.ndarray:
+  """Returns tokens as int32[L]; raises for other types and shapes."""
+  ids = np.asarray(as_int32(name, tokens))
+  if ids.ndim != 1:
+    raise ValueError(
+      f"`{name}` must be a list of token ids, got an array of shape "
+      f"{list(ids.shape)}; write [ids] for one prompt."
+    )
+  return ids
 
 
 class PromptReader:
@@ -78,6 +91,33 @@ class PromptReader:
       rows, self.config, sampling=settings, num_samples=num_samples
     )
 
+  def checked(self, requests: Requests, options: dict[str, Any]) -> Requests:
+    """Returns `Requests` of a caller, with the engine's `max_new_tokens`.
+
+    Raises TypeError for further `options`, and ValueError for bad tokens.
+    """
+    for name, option in options.items():
+      if option is not None:
+        raise TypeError(
+          f"`{name}` must be None with a Requests, whose fields say the same, "
+          f"got {option!r}."
+        )
+    requests = as_requests(requests, self.config)
+    check_tokens(
+      "prompts.tokens",
+      requests.tokens,
+      requests.lengths,
+      vocab_size=self.vocab_size,
+    )
+    sampling = requests.sampling
+    assert sampling is not None  # `as_requests` sets it.
+    if sampling.max_tokens is not None:
+      return requests
+    num_rows = len(requests.lengths) * self.config.num_samples
+    limits = jnp.full((num_rows,), self.budget(None), jnp.int32)
+    sampling = dataclasses.replace(sampling, max_tokens=limits)
+    return dataclasses.replace(requests, sampling=sampling)
+
   def budget(self, max_new_tokens: int | None) -> int:
     """Returns the number of tokens to generate, at most W - 1."""
     longest = self.config.max_new_tokens
@@ -125,16 +165,10 @@ class PromptReader:
 
   def _tokens_of(self, name: str, prompt: Any) -> np.ndarray:
     if isinstance(prompt, str):
-      return self.open_tokenizer().encode(prompt)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-      return self.open_tokenizer().encode_chat(prompt)
-    ids = np.asarray(as_int32(name, prompt))
-    if ids.ndim != 1:
-      raise ValueError(
-        f"`{name}` must be a list of token ids, got an array of shape "
-        f"{list(ids.shape)}; write [ids] for one prompt."
-      )
-    return ids
+      prompt = self.open_tokenizer().encode(prompt)
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+      prompt = self.open_tokenizer().encode_chat(prompt)
+    return as_token_list(name, prompt)
 
   def _check_ids(self, name: str, row: np.ndarray) -> None:
     last_id = 2**31 - 1 if self.vocab_size is None else self.vocab_size - 1

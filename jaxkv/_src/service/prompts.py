@@ -81,6 +81,12 @@ def requests_of(
   sample = first_sample[:, None] + np.arange(limit)
   sample = prompt[:, None] * num_samples + np.minimum(sample, num_samples - 1)
   all_settings = settings.as_sampling(sampling, len(rows) * num_samples)
+  strings = all_settings.stop_strings
+  if strings is not None:
+    # A start state for each sample, also if all have the same strings.
+    start = strings.init(len(rows) * num_samples)
+    strings = dataclasses.replace(strings, start=start)
+    all_settings = dataclasses.replace(all_settings, stop_strings=strings)
   requests = Requests(tokens, lengths, sampling=all_settings)
   requests = map_rows(
     lambda array: np.asarray(array)[prompt],
@@ -186,8 +192,15 @@ def fits(requests: Requests, queue: Queue) -> bool:
   if layout(requests) != layout(queue):
     return False
   strings = requests.sampling.stop_strings
+  if strings is None:
+    return True
   old_strings = queue.sampling.stop_strings
-  return strings is None or np.array_equal(strings.next, old_strings.next)
+  same = jax.tree.map(
+    np.array_equal,
+    dataclasses.replace(strings, start=0),
+    dataclasses.replace(old_strings, start=0),
+  )
+  return all(jax.tree.leaves(same))
 
 
 def with_salts(

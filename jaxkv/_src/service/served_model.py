@@ -124,3 +124,13 @@ def device_of(params: Any) -> Any:
   if not leaves or not isinstance(leaves[0], jax.Array):
     return jax.devices()[0]
   return min(leaves[0].devices(), key=lambda device: device.id)
+
+
+def placed(params: Any, old_params: Any) -> Any:
+  """Returns parameters with the dtypes and devices of earlier ones."""
+
+  def put(old: jax.Array, new: Any) -> jax.Array:
+    # Other dtypes would compile again, and change the log-probs.
+    return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
+
+  return jax.tree.map(put, old_params, params)

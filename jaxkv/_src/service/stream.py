@@ -48,6 +48,7 @@ class Stream:
     self._reads_tokens = reads_tokens
     # The prompts in the queue, and the number of tokens of each of their
     # samples that were read.
+    self._generation = held.generation
     self._running: set[int] = set()
     self._num_read: dict[int, int] = {}
 
@@ -58,11 +59,11 @@ class Stream:
     try:
       while num_entered < num_prompts or self._running:
         with self._held.lock:
+          self._check_generation()
           num_entered += self._enter(num_entered)
           self._advance()
           new_tokens = self._new_tokens() if self._reads_tokens else []
-          ended = self._held.harvest(self._running)
-        self._leave({prompt.id for prompt in ended})
+          ended = self._take_ended()
         yield from new_tokens
         yield from ended
     finally:
@@ -70,6 +71,7 @@ class Stream:
 
   def _enter(self, first_prompt: int) -> int:
     """Adds prompts while the queue has room; returns their number."""
+    self._held.harvest_streams()
     stop_prompt = min(
       first_prompt + self._held.room(), len(self._requests.lengths)
     )
@@ -77,7 +79,7 @@ class Stream:
       if not self._running and not self._held.num_unfinished():
         raise RuntimeError(
           "The engine has no room for a prompt, because ended sequences that "
-          "`submit` added fill its queue; call `harvest` or `abort`."
+          "`submit` added fill its queue; call `harvest`."
         )
       return 0
     part = prompt_arrays.part(
@@ -91,9 +93,23 @@ class Stream:
       self._num_read.update((sample, length) for sample in samples)
     return stop_prompt - first_prompt
 
-  def _leave(self, ids: set[int]) -> None:
-    self._running -= ids
-    self._held.streamed -= ids
+  def _check_generation(self) -> None:
+    """Raises RuntimeError if the sequences of this stream are lost."""
+    if self._generation != self._held.generation:
+      self._running.clear()
+      raise RuntimeError(
+        "The sequences of this stream are lost, because a program failed, or "
+        "`restore` or `close` replaced them; call `stream` again."
+      )
+
+  def _take_ended(self) -> list[PromptSamples]:
+    """Removes and returns the prompts of this stream that have ended."""
+    # Ended prompts of other callers stay in the queue, for their `harvest`.
+    self._held.harvest_streams()
+    ids = sorted(self._running & self._held.ended.keys())
+    self._running -= set(ids)
+    self._held.streamed -= set(ids)
+    return [self._held.ended.pop(first_id) for first_id in ids]
 
   def _new_tokens(self) -> list[NewTokens]:
     """Reads the tokens of this stream that no earlier call read."""
@@ -127,12 +143,11 @@ class Stream:
     if not self._running:
       return
     with self._held.lock:
-      if self._held.is_open:
+      if self._generation == self._held.generation:
         ids = [
           first_id + sample
           for first_id in self._running
           for sample in range(self._num_samples)
         ]
         self._held.by_id(programs.abort, ids)
-        self._held.harvest(self._running)
-      self._leave(set(self._running))
+        self._take_ended()

@@ -76,7 +76,7 @@ def export(
     >>> state, exported = rollout.export(state, [1], max_pages=0)
     >>> exported.queue.tokens.tolist(), exported.ok.tolist()
     ([[9, 3, 0, 0, 0, 0]], [True])
-    >>> state, out = rollout.importtake_rows(state, exported)
+    >>> state, out = rollout.import_sequences(state, exported)
     >>> out.ok.tolist()
     [True]
   """
