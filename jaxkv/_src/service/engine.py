@@ -53,7 +53,8 @@ class Engine:
 
   One thread calls at a time; others wait, in no particular order. If a call
   fails while the state is donated, its sequences and pages are lost: the call
-  raises a RuntimeError that says so, and the engine goes on with an empty cache.
+  raises a RuntimeError that says so, and the engine goes on with an empty
+  cache.
 
   Examples:
     >>> import functools
