@@ -113,6 +113,8 @@ then faster, and its cost does not depend on the size of the pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
 
+`enable_compilation_cache` keeps compiled programs for later processes.
+
 Commands (`python -m jaxkv COMMAND --help` lists the options):
 
 | command | description |
@@ -201,6 +203,7 @@ from jaxkv._src.cache.verbs.reset import clear_error
 from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
 from jaxkv._src.cache.verbs.truncate import truncate
+from jaxkv._src.compilation_cache import enable_compilation_cache
 from jaxkv._src.kv.view import view
 from jaxkv._src.show import show
 
@@ -240,6 +243,7 @@ __all__ = [
   "check_invariants",
   "clear_error",
   "commit",
+  "enable_compilation_cache",
   "evict",
   "fork",
   "free",

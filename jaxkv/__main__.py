@@ -6,6 +6,7 @@ import sys
 
 import jax
 
+import jaxkv
 from jaxkv._src.commands import doctor
 from jaxkv._src.commands import rollout
 from jaxkv._src.commands.output import CommandError
@@ -73,4 +74,5 @@ if __name__ == "__main__":
     # With the default handler of the system, Ctrl-C ends the process at once.
     # Python's handler would wait for the end of a compilation.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+  jaxkv.enable_compilation_cache()
   sys.exit(main())

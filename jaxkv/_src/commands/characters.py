@@ -8,7 +8,6 @@ ships with Python, so examples and tests need no download.
 
 import functools
 import hashlib
-import os
 import pathlib
 import pydoc_data.topics
 import re
@@ -25,6 +24,7 @@ import tqdm
 
 from jaxkv import models
 from jaxkv._src.commands import output
+from jaxkv._src.compilation_cache import cache_folder
 
 MAX_LENGTH = 512
 """Length of the longest training sequences, in tokens."""
@@ -130,7 +130,7 @@ def character_model(
   # digest of both, so a call with other arguments reads another file.
   recipe = (config, sizes, _SPAN, _LEARNING_RATE, _WARMUP)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
-  path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
+  path = (folder or cache_folder()) / f"characters-{digest[:16]}.npz"
   params = _load(path, config)
   if params is None:
     # Raises before the minute of training if the folder is not writable.
@@ -174,14 +174,6 @@ def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
   stops = np.array([*ends, len(text)], np.int64)
   tokens = vocabulary.encode(text)
   return np.insert(tokens, stops, np.int32(vocabulary.stop_token))
-
-
-def _cache_folder(folder: pathlib.Path | None) -> pathlib.Path:
-  configured = folder or os.environ.get("JAXKV_CACHE")
-  if configured:
-    return pathlib.Path(configured)
-  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  return pathlib.Path(home) / "jaxkv"
 
 
 def _load(path: pathlib.Path, config: models.Decoder) -> Any:
