@@ -25,6 +25,7 @@ from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import is_exact
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_slots_unused
@@ -239,11 +240,14 @@ def generate(
       "devices, or on the tokens of other shards; use `axes.data` alone."
     )
   _check_placed(params, axes)
-  return _generate(params, state, until, axes, model, process, draft)
+  functions = tuple(map(StaticFunction, (model, process, draft)))
+  return _generate(params, state, until, axes, functions)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _generate(params, state, until, axes, model, process, draft):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _generate(params, state, until, axes, functions):
+  model, process, draft = (static.function for static in functions)
+
   def of_shard(state, params, until):
     config = state.config
     on_mesh = dataclasses.replace(
