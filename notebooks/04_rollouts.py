@@ -291,6 +291,44 @@ assert same[done].all() and not same.all()
 show(good=good, greedy=greedy)
 
 # %% [markdown]
+# ## An engine
+#
+# An `Engine` holds the weights, a state and the compiled programs. It takes lists
+# of prompts of any length, and any number of them: they enter as rows of the
+# queue become free. The loop compiles in the first call. Pages stay cached
+# between calls, so the second call finds most of each prompt.
+
+# %%
+engine = rollout.Engine(
+  table,
+  model,
+  jaxkv.CacheConfig(num_pages=256, page_size=8, num_slots=8, pages_per_slot=20),
+  config,
+  init_kv=functools.partial(
+    jaxkv.kv.init, num_layers=1, num_kv_heads=1, head_dim=1
+  ),
+)
+sampling = rollout.Sampling(temperature=1.0)
+computed = [0]
+for _ in range(2):
+  out = engine.generate(rows, sampling=sampling)
+  computed.append(int(engine.counters.prefilled))
+  print(
+    f"{out.results.mask.sum()} tokens drawn, "
+    f"{computed[-1] - computed[-2]} prompt tokens computed"
+  )
+assert computed[2] - computed[1] < computed[1]
+
+# %% [markdown]
+# `stream` yields the samples of each prompt when they end, and with `tokens=True`
+# also the new tokens of running sequences. Short answers come first.
+
+# %%
+for ended in engine.stream(rows[:4], sampling=sampling):
+  print(ended.id, ended.results.lengths - ended.results.prompt_lengths)
+engine.close()
+
+# %% [markdown]
 # `help(rollout.RolloutConfig)` explains all options, `help(rollout.Counters)` all
 # counters. `python -m jaxkv rollout` runs the loop with a small language model
 # and compares log-probabilities with those of a forward pass without a cache.
