@@ -70,6 +70,21 @@ def test_extend_sets_limits_and_page_keys():
   rollout.check(state)
 
 
+def test_extend_changes_priorities():
+  """The order follows; other sequences keep theirs."""
+  state = _begun(priority=[5] * 6)
+  state, out = rollout.extend(
+    state, [2, 99, 3], [[7]] * 3, [1, 1, 0], priority=[1, 2, 9]
+  )
+  assert _codes(out) == [_OK, jaxkv.Status.BAD_SEQUENCE, _OK]
+  assert state.queue.priority.tolist() == [5, 5, 1, 9, 5, 5]
+  order = [row for row in state.queue.order.tolist() if row < 4]
+  assert order == [2, 0, 1, 3]
+  rollout.check(state)
+  with pytest.raises(ValueError, match="`priority` must be None"):
+    rollout.extend(_begun(), [2], [[7]], [1], priority=[1])
+
+
 def _reused_rows() -> rollout.RolloutState:
   """Returns a rollout whose first group was harvested and holds old data."""
   state, _ = rollout.abort(_begun(), [0, 1])

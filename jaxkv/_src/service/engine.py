@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.config import CacheConfig
@@ -323,6 +324,7 @@ class Engine:
     tokens: Sequence[Any],
     *,
     max_new_tokens: int | None = None,
+    priority: Sequence[int] | None = None,
   ) -> list[Status]:
     """Appends tokens to sequences and resumes them.
 
@@ -331,6 +333,7 @@ class Engine:
       tokens: R lists of token ids, such as the answer of a tool.
       max_new_tokens: the maximum number of tokens to sample in the new turn;
         None for `RolloutConfig.max_new_tokens`.
+      priority: a new `Requests.priority` of each sequence; None to keep them.
 
     Returns:
       A `Status` for each sequence, see `jaxkv.rollout.extend`.
@@ -345,11 +348,11 @@ class Engine:
       [as_token_list(f"tokens[{row}]", ids) for row, ids in enumerate(tokens)]
     )
     check_tokens("tokens", rows, lengths, vocab_size=self._reader.vocab_size)
-    limits = np.full((len(ids),), budget, np.int32)
+    options = {"max_tokens": np.full((len(ids),), budget, np.int32)}
+    if priority is not None:
+      options["priority"] = np.asarray(as_int32("priority", list(priority)))
     with self._held.lock:
-      return self._held.by_id(
-        programs.extend, ids, rows, lengths, max_tokens=limits
-      )
+      return self._held.by_id(programs.extend, ids, rows, lengths, **options)
 
   def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
     """Copies sequences, see `jaxkv.rollout.branch`.

@@ -16,6 +16,7 @@ from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.page_keys import rehash
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.slots import slots_of
@@ -35,6 +36,7 @@ def extend(
   lengths: Array,
   *,
   max_tokens: Array | None = None,
+  priority: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[RolloutState, Outcome]:
   """Appends tokens of a tool or a user, and resumes the sequences.
@@ -54,12 +56,17 @@ def extend(
     lengths: int32[R], 0 .. X.
     max_tokens: int32[R], the maximum number of tokens to sample in the new
       turn, at least 1; None for the limit of the first turn.
+    priority: int32[R], the new `Requests.priority` of each sequence; None to
+      keep the old ones.
     mask: bool[R], the rows to process; None for all.
 
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, ENDED for a failed
     sequence, or BAD_LENGTH if `lengths` or `max_tokens` is out of range or the
     sequence could exceed W tokens.
+
+  Raises:
+    ValueError: `priority` is given, and `init` had no priorities.
   """
   check_single(state)
   ids = as_ids(ids)
@@ -68,12 +75,19 @@ def extend(
   tokens = jnp.asarray(as_int32("tokens", tokens, (rows, "X"), meaning))
   if max_tokens is not None:
     max_tokens = as_counts("max_tokens", max_tokens, rows)
+  if priority is not None:
+    priority = as_counts("priority", priority, rows)
+    if state.queue.priority is None:
+      raise ValueError(
+        "`priority` must be None, because `requests.priority` was None in "
+        "`init`, got an array; also set it in `init`."
+      )
   lengths = as_counts("lengths", lengths, rows)
   mask = as_mask(mask, rows)
   check_tokens("tokens", tokens, lengths, mask=mask)
   if rows == 0:  # There are no tokens to hash.
     return state, Outcome(code=jnp.zeros((0,), jnp.int32))
-  return _extend(state, ids, tokens, lengths, max_tokens, mask)
+  return _extend(state, ids, tokens, lengths, max_tokens, priority, mask)
 
 
 @jax.jit
@@ -83,10 +97,13 @@ def _extend(
   tokens: Array,
   lengths: Array,
   budget: Array | None,
+  priority: Array | None,
   mask: Array,
 ) -> tuple[RolloutState, Outcome]:
-  state, ids, tokens, lengths, budget, mask = sharding.match_varying_axes(
-    (state, ids, tokens, lengths, budget, mask)
+  state, ids, tokens, lengths, budget, priority, mask = (
+    sharding.match_varying_axes(
+      (state, ids, tokens, lengths, budget, priority, mask)
+    )
   )
   width = state.queue.width
   columns = tokens.shape[1]
@@ -125,6 +142,12 @@ def _extend(
     stop=indexing.put(queue.stop, target, values=-1),
     overtaken=indexing.put(queue.overtaken, target, values=0),
   )
+  if priority is not None and queue.priority is not None:
+    new_priority = indexing.put(queue.priority, target, values=priority)
+    order, place = order_of(queue.ids, new_priority)
+    queue = dataclasses.replace(
+      queue, priority=new_priority, order=order, place=place
+    )
   if queue.ngrams is not None:
     tables = ngrams.add_tokens(
       queue.ngrams,
