@@ -226,7 +226,8 @@ class Engine:
       sampling: see `generate`.
       num_samples: see `generate`.
       max_new_tokens: see `generate`.
-      tokens: True to also yield the `NewTokens` of sequences that run.
+      tokens: True to also yield the `NewTokens` of sequences that run. After
+        `update_weights(policy="drop")` some can be missing.
       steps: the number of model calls between two yields; None for those of
         `step`, or for 8 with `tokens`.
     """

@@ -116,9 +116,10 @@ class Stream:
     progress = self._held.progress()
     exists = progress.status != SequenceStatus.EMPTY
     lengths = progress.lengths
+    # A sequence that restarted has fewer tokens than were read.
     num_read = np.asarray(
       [
-        self._num_read.get(seq_id, length) if is_row else length
+        min(self._num_read.get(seq_id, length), length) if is_row else length
         for seq_id, length, is_row in zip(
           progress.ids.tolist(), lengths.tolist(), exists.tolist(), strict=True
         )
