@@ -131,7 +131,8 @@ _LIKE_OTHERS = {
   *("draft_windows", "groups", "offload", "host_classic", "latest_kept"),
   *("merge_pages", "odd_chunks", "one_alone", "one_token_pages", "plain"),
   *("published", "full_and_states", "sliding", "some_kept", "two_windows"),
-  *("wide_window", "windows"),
+  *("wide_window", "windows", "window_of_one"),
+  *("pools", "pools_of_groups", "retained"),
 }
 
 
