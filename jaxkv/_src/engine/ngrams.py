@@ -80,6 +80,35 @@ def reset_rows(
   return add_tokens(tables, tokens, first_rows, start, length, config, width)
 
 
+def replace_rows(
+  tables: NgramTables,
+  tokens: Array,
+  lengths: Array,
+  *,
+  group_rows: Array,
+  new_rows: Array,
+  config: RolloutConfig,
+) -> NgramTables:
+  """Enters sequences in rows int32[R], some of them in new groups.
+
+  `group_rows`, int32[X], are all rows of the new groups, whose tables are
+  reset.
+  """
+  # Of no tokens, because EMPTY rows still have those of removed sequences.
+  tables = reset_rows(
+    tables, tokens, jnp.zeros_like(lengths), group_rows, config
+  )
+  return add_tokens(
+    tables,
+    tokens,
+    new_rows,
+    jnp.zeros_like(new_rows),
+    indexing.take(lengths, new_rows),
+    config,
+    tokens.shape[1],
+  )
+
+
 def add_tokens(
   tables: NgramTables,
   tokens: Array,

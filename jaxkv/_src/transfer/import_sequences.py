@@ -37,6 +37,7 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.submit import put_rows
+from jaxkv._src.engine.verbs.submit import with_ids_used
 from jaxkv._src.kv.page_contents import write_pages
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.import_rules import check_exported
@@ -124,28 +125,18 @@ def _import(
       "`exported` must come from a rollout whose settings this one has too: "
       f"{error}"
     ) from error
-  end_id = sequences.ids - exported.sample + samples
-  end_id = jnp.max(jnp.where(is_ok, end_id, 0), initial=0)
-  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, end_id))
+  first_ids = sequences.ids - exported.sample
+  queue = with_ids_used(queue, first_ids, is_ok, samples)
   if queue.ngrams is not None:
     first_rows = indexing.where_valid(opens_group, rows - exported.sample)
     group = first_rows[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
-    # Of no tokens, because EMPTY rows still have those of removed sequences.
-    tables = ngrams.reset_rows(
+    tables = ngrams.replace_rows(
       queue.ngrams,
       queue.tokens,
-      jnp.zeros_like(queue.length),
-      group.reshape(-1),
-      state.config,
-    )
-    tables = ngrams.add_tokens(
-      tables,
-      queue.tokens,
-      target_rows,
-      jnp.zeros_like(rows),
-      indexing.take(queue.length, target_rows),
-      state.config,
-      queue.width,
+      queue.length,
+      group_rows=group.reshape(-1),
+      new_rows=target_rows,
+      config=state.config,
     )
     queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,15 @@ from jaxkv._src.engine.enqueue import sequence_keys
 from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.page_keys import rehash
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
+from jaxkv._src.engine.verbs.submit import places
 from jaxkv._src.engine.verbs.submit import put_rows
 from jaxkv._src.engine.verbs.submit import take_rows
+from jaxkv._src.engine.verbs.submit import with_ids_used
 
 
 @jax.tree_util.register_dataclass
@@ -97,17 +97,18 @@ def _branch(
     (code != Status.OK, code),
     (status == SequenceStatus.FAILED, Status.ENDED),
   )
-  first_ids, groups, code = _places(queue, code, samples)
+  first_ids, groups, code = places(queue, code, samples)
   is_served = code == Status.OK
-  sample = jnp.arange(count, dtype=jnp.int32)[None]
-  new_rows = indexing.where_valid(is_served, groups * samples)[:, None] + sample
-  new_rows = new_rows.reshape(-1)
+  first_rows = indexing.where_valid(is_served, groups * samples)[:, None]
+  group_rows = first_rows + jnp.arange(samples, dtype=jnp.int32)[None]
+  new_rows = group_rows[:, :count].reshape(-1)
   # Expert ids of running sequences are still in their pages.
   saved = save_experts(queue, memory.kv, memory.cache, state.slots.row)
   parents = indexing.where_valid(is_served, rows)
   copies = take_rows(saved, jnp.repeat(parents, count))
   runs = copies.status == SequenceStatus.RUNNING
-  copy_ids = (first_ids[:, None] + sample).reshape(-1)
+  copy_ids = first_ids[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+  copy_ids = copy_ids.reshape(-1)
   copies = dataclasses.replace(
     copies,
     ids=copy_ids,
@@ -121,62 +122,17 @@ def _branch(
     ),
   )
   queue = put_rows(queue, new_rows, copies)
-  end_id = jnp.max(jnp.where(is_served, first_ids + samples, 0), initial=0)
-  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, end_id))
+  queue = with_ids_used(queue, first_ids, is_served, samples)
   queue = rehash(queue, memory.cache, new_rows)
   if queue.ngrams is not None:
-    queue = _with_ngrams(queue, groups, is_served, new_rows, state)
+    tables = ngrams.replace_rows(
+      queue.ngrams,
+      queue.tokens,
+      queue.length,
+      group_rows=group_rows.reshape(-1),
+      new_rows=new_rows,
+      config=state.config,
+    )
+    queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   return state, Branched(code=code, ids=jnp.where(is_served, first_ids, -1))
-
-
-def _places(
-  queue: Any, code: Array, samples: int
-) -> tuple[Array, Array, Array]:
-  """Finds a group of EMPTY rows for each sequence with the code OK.
-
-  Returns:
-    int32[R], the ids of the first copies; int32[R], the groups; int32[R], the
-    codes with QUEUE_FULL and BAD_SEQUENCE.
-  """
-  is_valid = code == Status.OK
-  rank = jnp.cumsum(is_valid, dtype=jnp.int32) - 1
-  first_ids = queue.next_id + rank * samples
-  empty = (queue.status == SequenceStatus.EMPTY).reshape(-1, samples)
-  groups = first_of(jnp.all(empty, axis=1), code.shape[0])
-  groups = indexing.take(groups, rank, fill=empty.shape[0])
-  # The sum may wrap around to a negative number.
-  has_ids = (first_ids >= 0) & (first_ids <= 2**31 - 1 - samples)
-  code = first_code(
-    (~is_valid, code),
-    (~has_ids, Status.BAD_SEQUENCE),
-    (groups >= empty.shape[0], Status.QUEUE_FULL),
-  )
-  return first_ids, groups, code
-
-
-def _with_ngrams(
-  queue: Any, groups: Array, is_served: Array, new_rows: Array, state: Any
-) -> Any:
-  """Enters the tokens of the copies in the n-gram tables of their groups."""
-  samples = state.config.num_samples
-  sample = jnp.arange(samples, dtype=jnp.int32)[None]
-  rows = indexing.where_valid(is_served, groups * samples)[:, None] + sample
-  # Of no tokens, because EMPTY rows still have those of removed sequences.
-  tables = ngrams.reset_rows(
-    queue.ngrams,
-    queue.tokens,
-    jnp.zeros_like(queue.length),
-    rows.reshape(-1),
-    state.config,
-  )
-  tables = ngrams.add_tokens(
-    tables,
-    queue.tokens,
-    new_rows,
-    jnp.zeros_like(new_rows),
-    indexing.take(queue.length, new_rows),
-    state.config,
-    queue.width,
-  )
-  return dataclasses.replace(queue, ngrams=tables)

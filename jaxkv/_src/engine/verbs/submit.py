@@ -141,7 +141,6 @@ def _submit(
   )
   queue = state.queue
   config = state.config
-  num_prompts = requests.tokens.shape[0]
   samples = config.num_samples
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
@@ -155,18 +154,8 @@ def _submit(
     (is_bad, Status.BAD_LENGTH),
     (is_taken, Status.BAD_SEQUENCE),
   )
-  is_valid = code == Status.OK
-  rank = jnp.cumsum(is_valid, dtype=jnp.int32) - 1
-  first_ids = queue.next_id + rank * samples if ids is None else ids
-  # The sum may wrap around to a negative number.
-  has_ids = (first_ids >= 0) & (first_ids <= 2**31 - 1 - samples)
-  code = jnp.where(is_valid & ~has_ids, jnp.int32(Status.BAD_SEQUENCE), code)
-  is_valid &= has_ids
-  empty = (queue.status == SequenceStatus.EMPTY).reshape(-1, samples)
-  groups = first_of(jnp.all(empty, axis=1), num_prompts)
-  group = indexing.take(groups, rank, fill=empty.shape[0])
-  is_served = is_valid & (group < empty.shape[0])
-  code = jnp.where(is_valid & ~is_served, jnp.int32(Status.QUEUE_FULL), code)
+  first_ids, group, code = places(queue, code, samples, ids)
+  is_served = code == Status.OK
   sample = jnp.arange(samples, dtype=jnp.int32)
   sample_ids = (first_ids[:, None] + sample[None]).reshape(-1)
   keys = sequence_keys(state.key, sample_ids, sampling.seed)
@@ -175,8 +164,7 @@ def _submit(
     indexing.where_valid(is_served, group * samples)[:, None] + sample[None]
   )
   queue = put_rows(queue, rows.reshape(-1), new)
-  end_id = jnp.max(jnp.where(is_served, first_ids + samples, 0), initial=0)
-  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, end_id))
+  queue = with_ids_used(queue, first_ids, is_served, samples)
   if queue.ngrams is not None:
     tables = ngrams.reset_rows(
       queue.ngrams, queue.tokens, queue.length, rows.reshape(-1), config
@@ -184,6 +172,41 @@ def _submit(
     queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   return state, Submitted(code=code, ids=jnp.where(is_served, first_ids, -1))
+
+
+def places(
+  queue: Queue, code: Array, samples: int, ids: Array | None = None
+) -> tuple[Array, Array, Array]:
+  """Finds a group of EMPTY rows for each of R prompts with the code OK.
+
+  `ids`, int32[R], are those of their first samples; None for the next ones.
+
+  Returns:
+    int32[R], the ids of the first samples; int32[R], the groups; int32[R], the
+    codes with BAD_SEQUENCE and QUEUE_FULL.
+  """
+  is_valid = code == Status.OK
+  rank = jnp.cumsum(is_valid, dtype=jnp.int32) - 1
+  first_ids = queue.next_id + rank * samples if ids is None else ids
+  # The sum may wrap around to a negative number.
+  has_ids = (first_ids >= 0) & (first_ids <= 2**31 - 1 - samples)
+  empty = (queue.status == SequenceStatus.EMPTY).reshape(-1, samples)
+  groups = first_of(jnp.all(empty, axis=1), code.shape[0])
+  group = indexing.take(groups, rank, fill=empty.shape[0])
+  code = first_code(
+    (~is_valid, code),
+    (~has_ids, Status.BAD_SEQUENCE),
+    (group >= empty.shape[0], Status.QUEUE_FULL),
+  )
+  return first_ids, group, code
+
+
+def with_ids_used(
+  queue: Queue, first_ids: Array, is_served: Array, samples: int
+) -> Queue:
+  """Continues `next_id` after the ids of served prompts, int32[R]."""
+  end_id = jnp.max(jnp.where(is_served, first_ids + samples, 0), initial=0)
+  return dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, end_id))
 
 
 def new_rows(state: RolloutState, requests: Requests) -> tuple[Queue, Array]:
