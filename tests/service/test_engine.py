@@ -230,17 +230,22 @@ def test_a_state_that_was_read_stays_valid(shared_engine):
   assert int(shared_engine.counters.steps) > int(state.counters.steps)
 
 
+def _fail_after_donation(monkeypatch) -> None:
+  """Lets the program of a step raise after it has taken the state."""
+  advance = programs.advance
+
+  def failing(*arguments):
+    advance(*arguments)
+    raise ValueError("out of memory")
+
+  monkeypatch.setattr(programs, "advance", failing)
+
+
 def test_failure_after_donation_restarts_with_an_empty_cache(monkeypatch):
   with _engine() as engine:
     prompt = [5, 3, 5, 3, 1]
     engine.generate([prompt], sampling=_GREEDY)
-    advance = programs.advance
-
-    def failing(*arguments):
-      advance(*arguments)
-      raise ValueError("out of memory")
-
-    monkeypatch.setattr(programs, "advance", failing)
+    _fail_after_donation(monkeypatch)
     with pytest.raises(RuntimeError, match="lost its sequences"):
       engine.generate([prompt], sampling=_GREEDY)
     monkeypatch.undo()
@@ -442,13 +447,7 @@ def test_a_stream_ends_when_its_sequences_are_lost(monkeypatch):
     engine.update_weights(_params(1))
     stream = engine.stream(_prompts(13, 4), sampling=_GREEDY, steps=1)
     next(stream)
-    advance = programs.advance
-
-    def failing(*arguments):
-      advance(*arguments)
-      raise ValueError("out of memory")
-
-    monkeypatch.setattr(programs, "advance", failing)
+    _fail_after_donation(monkeypatch)
     with pytest.raises(RuntimeError, match="lost its sequences"):
       engine.step()
     monkeypatch.undo()

@@ -138,6 +138,18 @@ def map_rows(
   return jax.tree_util.tree_map_with_path(mapped, requests, *others)
 
 
+def take_prompts(
+  requests: Requests, rows: np.ndarray, samples: int
+) -> Requests:
+  """Returns copies of the prompts in rows, which have G `samples` each."""
+  of_samples = (rows[:, None] * samples + np.arange(samples)).reshape(-1)
+  return map_rows(
+    lambda array: np.asarray(array)[rows],
+    lambda array: np.asarray(array)[of_samples],
+    requests,
+  )
+
+
 def as_extra(name: str, extra: Any, rows: int) -> Any:
   """Returns `extra` as arrays with `rows` rows each, or raises ValueError."""
 
@@ -255,17 +267,19 @@ def check_columns(columns: int, width: int) -> None:
     )
 
 
-def check_num_samples(requests: Requests, config: RolloutConfig) -> None:
-  """Raises ValueError if a concrete number of samples is not in 0 .. G."""
+def check_num_samples(
+  requests: Requests, config: RolloutConfig, *, least: int = 0
+) -> None:
+  """Raises ValueError if a concrete number of samples is not `least` .. G."""
   counts = requests.num_samples
   maximum = config.num_samples
   if counts is None or isinstance(counts, Tracer):
     return
   for row, count in enumerate(np.asarray(counts).tolist()):
-    if not 0 <= count <= maximum:
+    if not least <= count <= maximum:
       raise ValueError(
-        f"`requests.num_samples[{row}]` must be 0 .. {maximum}, got {count}; "
-        "raise RolloutConfig.num_samples for more."
+        f"`requests.num_samples[{row}]` must be {least} .. {maximum}, got "
+        f"{count}; raise RolloutConfig.num_samples for more."
       )
 
 

@@ -36,7 +36,6 @@ from jaxkv._src.service import samples
 from jaxkv._src.service import served_model
 from jaxkv._src.service.held_rollout import HeldRollout
 from jaxkv._src.service.prompt_reader import PromptReader
-from jaxkv._src.service.prompt_reader import as_token_list
 from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Samples
@@ -186,15 +185,15 @@ class Engine:
       RuntimeError: the engine is closed, other sequences leave no room, or a
         program failed.
     """
-    options = {
-      "sampling": sampling,
-      "num_samples": num_samples,
-      "max_new_tokens": max_new_tokens,
-    }
     # An error of the tokenizer at the end would lose the samples.
     self._reader.texts([])
     with self._held.lock:
-      stream = self.stream(prompts, **options)
+      stream = self.stream(
+        prompts,
+        sampling=sampling,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+      )
       ended = [out for out in stream if isinstance(out, PromptSamples)]
     results = samples.joined(sorted(ended, key=lambda out: out.id))
     rows = zip(results.tokens, results.mask, strict=True)
@@ -345,9 +344,11 @@ class Engine:
         f"{len(tokens)}."
       )
     budget = self._reader.budget(max_new_tokens)
-    rows, lengths = prompt_arrays.stacked(
-      [as_token_list(f"tokens[{row}]", ids) for row, ids in enumerate(tokens)]
-    )
+    rows = [
+      prompt_arrays.as_token_list(f"tokens[{row}]", ids)
+      for row, ids in enumerate(tokens)
+    ]
+    rows, lengths = prompt_arrays.stacked(rows)
     check_tokens("tokens", rows, lengths, vocab_size=self._reader.vocab_size)
     options = {"max_tokens": np.full((len(ids),), budget, np.int32)}
     if priority is not None:

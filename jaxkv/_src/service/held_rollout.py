@@ -23,6 +23,7 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_fits
+from jaxkv._src.engine.requests import check_num_samples
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.kv.offload_memory import init_offload
@@ -35,17 +36,6 @@ _NO_LIMIT = 2**30
 _MAX_STEPS = 2**12
 _SECONDS = 0.5
 """The time of a span of steps, after which the host looks at the results."""
-
-
-def _check_counts(requests: Requests, num_samples: int) -> None:
-  """Raises ValueError unless each prompt has 1 .. G samples."""
-  if requests.num_samples is None:
-    return
-  counts = np.asarray(requests.num_samples)
-  for index in np.flatnonzero((counts < 1) | (counts > num_samples))[:1]:
-    raise ValueError(
-      f"`num_samples[{index}]` must be 1 to {num_samples}, got {counts[index]}."
-    )
 
 
 class HeldRollout:
@@ -111,11 +101,6 @@ class HeldRollout:
     """Returns the ids, statuses and lengths, as NumPy arrays."""
     return jax.device_get(programs.read_progress(self.read()))
 
-  @property
-  def is_open(self) -> bool:
-    """True before `replace(None)`."""
-    return self._state is not None
-
   def room(self) -> int:
     """Returns the number of prompts for which the queue has room."""
     status = self.progress().status.reshape(-1, self._config.num_samples)
@@ -153,9 +138,7 @@ class HeldRollout:
       # Errors of a device appear when its results are read.
       return jax.device_get(out)
     except BaseException as error:
-      if self._state is state and not _is_lost(state):
-        raise
-      if self._state is not state and not _is_lost(self._state):
+      if not _is_lost(self._state):
         raise
       self._restart()
       message = (
@@ -181,7 +164,7 @@ class HeldRollout:
     queue = self.read().queue
     num_samples = self._config.num_samples
     num_prompts = len(requests.lengths)
-    _check_counts(requests, num_samples)
+    check_num_samples(requests, self._config, least=1)
     requests = prompt_arrays.with_salts(requests, queue, self._config)
     requests = prompt_arrays.padded(requests, self._config, queue.width)
     mask = np.arange(len(requests.lengths)) < num_prompts

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
-from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.requests import Requests
@@ -19,17 +18,6 @@ from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.settings import as_sampling
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service.served_model import ServedModel
-
-
-def as_token_list(name: str, tokens: Any) -> np.ndarray:
-  """Returns tokens as int32[L]; raises for other types and shapes."""
-  ids = np.asarray(as_int32(name, tokens))
-  if ids.ndim != 1:
-    raise ValueError(
-      f"`{name}` must be a list of token ids, got an array of shape "
-      f"{list(ids.shape)}; write [ids] for one prompt."
-    )
-  return ids
 
 
 class PromptReader:
@@ -168,7 +156,7 @@ class PromptReader:
       prompt = self.open_tokenizer().encode(prompt)
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
       prompt = self.open_tokenizer().encode_chat(prompt)
-    return as_token_list(name, prompt)
+    return prompt_arrays.as_token_list(name, prompt)
 
   def _check_ids(self, name: str, row: np.ndarray) -> None:
     last_id = 2**31 - 1 if self.vocab_size is None else self.vocab_size - 1

@@ -14,9 +14,21 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import map_rows
+from jaxkv._src.engine.requests import take_prompts
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.neutral import neutral
 from jaxkv._src.sampling.settings import Sampling
+
+
+def as_token_list(name: str, tokens: Any) -> np.ndarray:
+  """Returns tokens as int32[L]; raises for other types and shapes."""
+  ids = np.asarray(as_int32(name, tokens))
+  if ids.ndim != 1:
+    raise ValueError(
+      f"`{name}` must be a list of token ids, got an array of shape "
+      f"{list(ids.shape)}; write [ids] for one prompt."
+    )
+  return ids
 
 
 def stacked(
@@ -50,7 +62,7 @@ def stacked_groups(
       f"prompts, at least one, got {[len(group) for group in groups]}."
     )
   rows = [
-    np.asarray(as_int32(f"completions[{index}]", list(completion)))
+    as_token_list(f"completions[{index}]", completion)
     for index, group in enumerate(groups)
     for completion in group
   ]
@@ -96,15 +108,6 @@ def requests_of(
   return dataclasses.replace(requests, num_samples=counts)
 
 
-def part(requests: Requests, start: int, stop: int, samples: int) -> Requests:
-  """Returns the prompts from `start` to `stop` - 1, with their samples."""
-  return map_rows(
-    lambda array: array[start:stop],
-    lambda array: array[start * samples : stop * samples],
-    requests,
-  )
-
-
 def padded(requests: Requests, config: RolloutConfig, width: int) -> Requests:
   """Pads prompts and their tokens to powers of two; repeats the last prompt.
 
@@ -113,13 +116,7 @@ def padded(requests: Requests, config: RolloutConfig, width: int) -> Requests:
   """
   num_prompts, columns = np.shape(requests.tokens)
   rows = padded_index(num_prompts)
-  samples = np.arange(config.num_samples)
-  sample_rows = (rows[:, None] * config.num_samples + samples).reshape(-1)
-  requests = map_rows(
-    lambda array: np.asarray(array)[rows],
-    lambda array: np.asarray(array)[sample_rows],
-    requests,
-  )
+  requests = take_prompts(requests, rows, config.num_samples)
   num_columns = min(power_of_two(columns), width - 1)
   tokens = np.asarray(requests.tokens)[:, :num_columns]
   tokens = np.pad(tokens, ((0, 0), (0, num_columns - tokens.shape[1])))

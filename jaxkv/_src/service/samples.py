@@ -51,10 +51,9 @@ class Samples(NamedTuple):
 def split(results: Generated, num_samples: int) -> list[PromptSamples]:
   """Splits rows into the prompts that they belong to, in order.
 
-  `results` has `num_samples` rows for each prompt, which are valid together.
+  `results`, NumPy arrays, have `num_samples` rows for each prompt.
   """
-  results = jax.device_get(results)
-  is_valid = np.asarray(results.valid).reshape(-1, num_samples).any(axis=1)
+  is_valid = results.valid.reshape(-1, num_samples).any(axis=1)
   prompts = []
   for first_row in (np.flatnonzero(is_valid) * num_samples).tolist():
     rows = np.arange(first_row, first_row + num_samples)

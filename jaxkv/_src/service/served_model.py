@@ -47,8 +47,7 @@ def served(
   """Returns a model with its memory; see `Engine`.
 
   Raises:
-    TypeError: `model` is not a function or a `Pretrained`.
-    ValueError: `init_kv` is missing, or not needed.
+    ValueError: `init_kv` is missing.
   """
   is_loaded = hasattr(model, "open_tokenizer")
   call = model.forward if is_loaded else model

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import take_prompts
 from jaxkv._src.service import programs
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service.held_rollout import HeldRollout
@@ -60,7 +61,8 @@ class Stream:
       while num_entered < num_prompts or self._running:
         with self._held.lock:
           self._check_generation()
-          num_entered += self._enter(num_entered)
+          if num_entered < num_prompts:
+            num_entered += self._enter(num_entered)
           self._advance()
           new_tokens = self._new_tokens() if self._reads_tokens else []
           ended = self._take_ended()
@@ -82,8 +84,8 @@ class Stream:
           "`submit` added fill its queue; call `harvest`."
         )
       return 0
-    part = prompt_arrays.part(
-      self._requests, first_prompt, stop_prompt, self._num_samples
+    part = take_prompts(
+      self._requests, np.arange(first_prompt, stop_prompt), self._num_samples
     )
     ids = self._held.submit(part).tolist()
     self._running |= set(ids)

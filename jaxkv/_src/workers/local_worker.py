@@ -21,16 +21,19 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_tokens
+from jaxkv._src.engine.requests import take_prompts
 from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
+from jaxkv._src.service.prompts import padded_index
+from jaxkv._src.service.samples import PromptSamples
+from jaxkv._src.service.samples import split
+from jaxkv._src.service.served_model import placed
 from jaxkv._src.transfer.export import export
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.import_sequences import import_sequences
-from jaxkv._src.workers.prompts import take
-from jaxkv._src.workers.worker import PromptSamples
 from jaxkv._src.workers.worker import Room
 
 
@@ -141,10 +144,8 @@ class LocalWorker:
       requests.lengths,
       vocab_size=self._vocab_size,
     )
-    count = len(requests.lengths)
-    # The last prompt is repeated, up to a power of 2.
-    rows = np.minimum(np.arange(1 << (count - 1).bit_length()), count - 1)
-    requests = take(requests, rows, self._state.config.num_samples)
+    rows = padded_index(len(requests.lengths))
+    requests = take_prompts(requests, rows, self._state.config.num_samples)
     # A prompt that is too long is refused by `submit`, and has no match.
     missing = max(self._state.queue.width - 1 - requests.tokens.shape[1], 0)
     tokens = np.pad(requests.tokens, ((0, 0), (0, missing)))
@@ -154,18 +155,10 @@ class LocalWorker:
     """Generates tokens; removes and returns the prompts that have ended."""
     self._state = self._generate(self._params, self._state, self._until)
     self._state, out = _harvest(self._state, whole_prompts=True)
-    samples = self._state.config.num_samples
-    starts = np.flatnonzero(np.asarray(out.ok)[::samples]) * samples
-    if not starts.size:
+    if not np.any(out.ok):
       return []
     results = jax.device_get(out.results)
-    ended = []
-    for start in starts.tolist():
-      # Not a slice, which would keep the results of all rows in memory.
-      rows = np.arange(start, start + samples)
-      of_prompt = jax.tree.map(lambda array, rows=rows: array[rows], results)
-      ended.append(PromptSamples(int(of_prompt.ids[0]), of_prompt))
-    return ended
+    return split(results, self._state.config.num_samples)
 
   def update_weights(
     self, params: Any, version: int, max_age: int | None
@@ -178,12 +171,7 @@ class LocalWorker:
     while int(self._state.memory.cache.epoch) < version:
       self._state = _update_weights(self._state)
 
-    def placed(old: jax.Array, new: Any) -> jax.Array:
-      # Other dtypes or devices would compile again, and other dtypes would
-      # change the log-probs.
-      return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
-
-    self._params = jax.tree.map(placed, self._params, params)
+    self._params = placed(params, self._params)
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:

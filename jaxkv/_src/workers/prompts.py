@@ -13,6 +13,7 @@ from jaxkv._src.engine.requests import check_extra
 from jaxkv._src.engine.requests import check_lengths
 from jaxkv._src.engine.requests import check_stop_strings
 from jaxkv._src.engine.requests import map_rows
+from jaxkv._src.engine.requests import take_prompts
 from jaxkv._src.sampling import padding
 from jaxkv._src.transfer.exported import Exported
 
@@ -57,17 +58,7 @@ def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
     requests = dataclasses.replace(requests, num_samples=counts)
   requests = map_rows(np.asarray, np.asarray, requests)
   rows = np.arange(len(requests.lengths))[:, None]
-  return [take(requests, row, samples) for row in rows]
-
-
-def take(requests: Requests, rows: np.ndarray, samples: int) -> Requests:
-  """Returns copies of the prompts in rows, which have G `samples` each."""
-  of_samples = (rows[:, None] * samples + np.arange(samples)).reshape(-1)
-  return map_rows(
-    lambda array: np.asarray(array)[rows],
-    lambda array: np.asarray(array)[of_samples],
-    requests,
-  )
+  return [take_prompts(requests, row, samples) for row in rows]
 
 
 def prefixes_of(prompt: Requests) -> tuple[int, ...]:

@@ -68,8 +68,8 @@ def branch(
     mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE (there is no such
-    sequence, or all ids are used), ENDED for a failed sequence, or QUEUE_FULL.
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE (no sequence has the id,
+    or all ids are used), ENDED for a failed sequence, or QUEUE_FULL.
 
   Raises:
     ValueError: `num_branches` is out of range.
