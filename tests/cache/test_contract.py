@@ -46,6 +46,7 @@ CHANGING = [name for name in VERBS if name not in QUERIES]
 ON_HOST = {
   *("init", "salt", "check", "free_pages"),
   *("cached_pages", "stats", "show", "view"),
+  "enable_compilation_cache",
 }
 # test_reset
 ELSEWHERE = {"clear_error"}
