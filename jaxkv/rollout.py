@@ -50,6 +50,7 @@ Types:
 | `Scored` | the result of `score` |
 | `Samples` | the result of `Engine.generate` and `generate_texts` |
 | `PromptSamples`, `NewTokens` | the results of `Engine.stream` |
+| `Room` | the result of `Engine.room` |
 | `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `branch`, `abort`, `requeue`, `export` and
@@ -114,6 +115,7 @@ from jaxkv._src.sampling.statistics import Records
 from jaxkv._src.service.engine import Engine
 from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
+from jaxkv._src.service.samples import Room
 from jaxkv._src.service.samples import Samples
 from jaxkv._src.service.texts import generate_texts
 from jaxkv._src.transfer.export import export
@@ -139,6 +141,7 @@ __all__ = [
   "Requests",
   "RolloutConfig",
   "RolloutState",
+  "Room",
   "Rows",
   "Samples",
   "Sampling",

@@ -42,10 +42,9 @@ from jaxkv import workers
 # %% [markdown]
 # ## A worker
 #
-# The task is to repeat a prompt of four tokens. `make` returns a worker with an
-# empty rollout. The keys of the rollout and of the cache are the same on all
-# workers, so a prompt has the same samples on each, and sequences can move with
-# their pages.
+# The task is to repeat a prompt of four tokens. A worker is an engine. The keys
+# and secrets are the same on all workers, so a prompt has the same samples on
+# each, and sequences can move with their pages.
 
 # %%
 PROMPTS, SAMPLES, TOKENS, VOCABULARY = 32, 8, 4, 12
@@ -62,21 +61,12 @@ SIZES = jaxkv.CacheConfig(
 FORWARD = functools.partial(models.forward, config=MODEL)
 
 
-def empty_rollout():
-  """Returns a rollout with rows for eight prompts, and none in them."""
-  lengths = np.ones(8, np.int32)
-  nothing = rollout.Requests(
-    np.zeros((8, TOKENS), np.int32), lengths, num_samples=0 * lengths
-  )
-  cache = jaxkv.init(SIZES, jax.random.key(1))
-  kv = models.init_kv(MODEL, SIZES)
-  return rollout.init(cache, kv, nothing, jax.random.key(2), OPTIONS)
-
-
 def make(place):
   """Returns a new worker."""
   del place
-  return workers.LocalWorker(params, empty_rollout(), model=FORWARD, steps=2)
+  return rollout.Engine(
+    params, FORWARD, SIZES, OPTIONS, num_prompts=8, secret=jax.random.key(1)
+  )
 
 
 # %% [markdown]
@@ -122,7 +112,9 @@ def train(pool, params, num_steps):
     pool.submit(rollout.Requests(prompts.astype(np.int32), lengths))
     answers = [group.results for group in pool.results()]
     answers = jax.tree.map(lambda *rows: np.concatenate(rows), *answers)
-    drawn = rollout.grouped(answers)
+    drawn = rollout.grouped(
+      answers, prompt_columns=TOKENS, completion_columns=TOKENS
+    )
     params, opt_state, reward = update(params, opt_state, drawn)
     pool.update_weights(params)
     rewards.append(float(reward))
@@ -147,19 +139,23 @@ class Recorded:
   def __getattr__(self, name):
     return getattr(self._worker, name)
 
-  def advance(self):
+  def step(self, steps):
     """Generates, unless it is time to die."""
     if self._place == 2 and len(ends) > 200 and not deaths:
       deaths.append(len(ends) // PROMPTS)
       raise OSError("the machine was taken away")
-    groups = self._worker.advance()
+    return self._worker.step(steps)
+
+  def harvest(self):
+    """Returns the prompts that have ended, and records them."""
+    groups = self._worker.harvest()
     ends.extend((self._place, group.id) for group in groups)
     return groups
 
 
 ends, deaths = [], []
 params = models.init_params(jax.random.key(0), MODEL)
-with workers.Pool(Recorded, 4, config=OPTIONS, max_age=1) as pool:
+with workers.Pool(Recorded, 4, config=OPTIONS, max_age=1, steps=2) as pool:
   rewards = train(pool, params, 24)
 print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
 numbers = [number for _, number in ends]

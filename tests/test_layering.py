@@ -57,7 +57,11 @@ _CACHE_PACKAGE = "jaxkv._src.cache"
 # They use the library as anybody does: by its public names.
 _CLIENTS = ("jaxkv._src.commands", "jaxkv._src.integrations")
 # Folders of files, and packages that extras install; nothing of the cache.
-_OPEN_TO_CLIENTS = {"jaxkv._src.compilation_cache", "jaxkv._src.extras"}
+_OPEN_TO_CLIENTS = {
+  "jaxkv._src.arrays.digest",
+  "jaxkv._src.compilation_cache",
+  "jaxkv._src.extras",
+}
 # Modules of `_src` that are not in a package.
 _LOOSE = {"compilation_cache", "extras", "show"}
 

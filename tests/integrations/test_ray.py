@@ -39,31 +39,26 @@ def _params(version=0):
 
 def _make(_, pause=0.0):
   """Makes a worker; Ray calls it inside of the actor."""
-  cache_config = jaxkv.CacheConfig(
-    num_pages=200, page_size=4, num_slots=4, pages_per_slot=8
-  )
-  no_prompts = rollout.Requests(
-    np.zeros((8, 11), np.int32),
-    np.ones(8, np.int32),
-    num_samples=np.zeros(8, np.int32),
-  )
-  state = rollout.init(
-    jaxkv.init(cache_config, jax.random.key(4)),
-    models.init_kv(DECODER, cache_config),
-    no_prompts,
-    jax.random.key(5),
+  engine = rollout.Engine(
+    _params(),
+    _FORWARD,
+    jaxkv.CacheConfig(
+      num_pages=200, page_size=4, num_slots=4, pages_per_slot=8
+    ),
     _CONFIG,
+    num_prompts=8,
+    key=jax.random.key(5),
+    secret=jax.random.key(4),
   )
-  worker = workers.LocalWorker(_params(), state, model=_FORWARD, steps=4)
-  advance = worker.advance
+  step = engine.step
 
-  def slowly():
+  def slowly(steps):
     # So that a job of a tiny model lasts longer than the time between deaths.
     time.sleep(pause)
-    return advance()
+    return step(steps)
 
-  worker.advance = slowly
-  return worker
+  engine.step = slowly
+  return engine
 
 
 def _requests():
@@ -96,7 +91,7 @@ def _paths():
 
 @pytest.fixture(scope="module")
 def undisturbed():
-  with workers.Pool(_make, 1, config=_CONFIG) as pool:
+  with workers.Pool(_make, 1, config=_CONFIG, steps=4) as pool:
     pool.submit(_requests())
     return {samples.id: samples.results for samples in pool.results()}
 
@@ -123,7 +118,7 @@ def test_killed_actors_change_no_bit(ray, undisturbed):
 
   make = Recorded(functools.partial(_make, pause=0.5), num_cpus=0.5)
   results, kills, start = {}, 0, time.monotonic()
-  with workers.Pool(make, 4, config=_CONFIG, max_failures=8) as pool:
+  with workers.Pool(make, 4, config=_CONFIG, max_failures=8, steps=4) as pool:
     pool.submit(_requests())
     for samples in pool.results():
       assert samples.id not in results
@@ -141,7 +136,7 @@ def test_tokens_span_at_most_one_update(ray):
 
   make = RayWorkers(_make, num_cpus=0.5)
   parts = []
-  with workers.Pool(make, 4, config=_CONFIG, max_age=1) as pool:
+  with workers.Pool(make, 4, config=_CONFIG, max_age=1, steps=4) as pool:
     pool.submit(_requests())
     for samples in pool.results():
       parts.append(samples.results)
@@ -193,7 +188,7 @@ def test_damaged_weights_are_sent_again(ray):
   params = jax.device_get(_params(1))
   damaged = ray.put((params, b"another checksum"))
   make._stored = params, damaged
-  assert worker.update_weights(params, 1, None) == []
+  assert worker.update_weights(params, version=1, max_age=None) == []
   assert make._stored[0] is params and make._stored[1] is not damaged
   worker.close()
 

@@ -160,12 +160,12 @@ def test_stream_of_tokens_yields_each_token_once(shared_engine):
 
 
 def test_stream_that_is_not_read_to_its_end_leaves_nothing(shared_engine):
-  room = shared_engine.room()
+  room = shared_engine.room().prompts
   stream = shared_engine.stream(_prompts(9, 4), sampling=_GREEDY, steps=1)
   next(stream)
   assert shared_engine.harvest() == []
   stream.close()
-  assert shared_engine.room() == room and shared_engine.step(1) == 0
+  assert shared_engine.room().prompts == room and shared_engine.step(1) == 0
 
 
 def test_sequences_continue_after_tokens_of_a_tool(shared_engine):
@@ -194,9 +194,9 @@ def test_aborted_sequences_end(shared_engine):
 
 def test_refused_prompts_get_no_id(shared_engine):
   """The queue has room for some prompts; the others can be submitted later."""
-  room = shared_engine.room()
+  room = shared_engine.room().prompts
   ids = shared_engine.submit(_prompts(1, room + 2), sampling=_GREEDY)
-  assert np.sum(ids < 0) == 2 and shared_engine.room() == 0
+  assert np.sum(ids < 0) == 2 and shared_engine.room().prompts == 0
   with pytest.raises(RuntimeError, match="no room for a prompt"):
     while shared_engine.step():
       pass
@@ -444,13 +444,13 @@ def test_requests_get_the_default_of_the_engine(shared_engine):
 
 def test_streams_share_the_rows_of_the_queue(shared_engine):
   """The ended prompts of a stream that waits leave their rows to others."""
-  room = shared_engine.room()
+  room = shared_engine.room().prompts
   stream = shared_engine.stream(_prompts(11, room), sampling=_GREEDY)
   first = next(stream)
   out = shared_engine.generate(_prompts(12, 3), sampling=_GREEDY)
   assert len(out.results.valid) == 6
   ids = {first.id, *(ended.id for ended in stream)}
-  assert len(ids) == room and shared_engine.room() == room
+  assert len(ids) == room and shared_engine.room().prompts == room
 
 
 def test_a_stream_ends_when_its_sequences_are_lost(monkeypatch):

@@ -55,6 +55,7 @@ class StubWorker:
     self._cache: collections.OrderedDict = collections.OrderedDict()
     self._waiting: list[_Running] = []
     self._running: list[_Running] = []
+    self._ended: list[workers.PromptSamples] = []
     self.version = self.hits = self.num_steps = self.idle_steps = 0
     self.is_closed = False
 
@@ -63,8 +64,8 @@ class StubWorker:
     needed = max(2 * self._slots - count, 0)
     return workers.Room(self._rows - count, needed, self._slots)
 
-  def match(self, requests) -> np.ndarray:
-    rows = zip(requests.tokens, requests.lengths, strict=True)
+  def match(self, prompts) -> np.ndarray:
+    rows = zip(prompts.tokens, prompts.lengths, strict=True)
     lengths = [self._num_cached(_blocks(row[:length])) for row, length in rows]
     return np.asarray(lengths, np.int32) * BLOCK
 
@@ -72,16 +73,15 @@ class StubWorker:
     is_missing = [block not in self._cache for block in blocks] + [True]
     return is_missing.index(True)
 
-  def submit(self, requests, ids) -> list[bool]:
-    rows = zip(requests.tokens, requests.lengths, ids, strict=True)
+  def submit(self, prompts, *, ids) -> np.ndarray:
+    rows = zip(prompts.tokens, prompts.lengths, ids, strict=True)
     for row, length, prompt_id in rows:
       self._waiting.append(_Running(prompt_id, _blocks(row[:length])))
     assert self.room().prompts >= 0
-    return [True] * len(ids)
+    return np.asarray(ids)
 
-  def advance(self) -> list[workers.PromptSamples]:
-    ended = []
-    for _ in range(self._steps):
+  def step(self, steps=None) -> int:
+    for _ in range(steps or self._steps):
       while self._waiting and len(self._running) < self._slots:
         self._running.append(self._begun(self._waiting.pop(0)))
       self.num_steps += 1
@@ -92,7 +92,11 @@ class StubWorker:
         seq.tokens.append(tokens[len(seq.tokens)])
         if len(seq.tokens) == len(tokens):
           self._running.remove(seq)
-          ended.append(workers.PromptSamples(seq.number, seq.tokens))
+          self._ended.append(workers.PromptSamples(seq.number, seq.tokens))
+    return len(self._running) + len(self._waiting)
+
+  def harvest(self) -> list[workers.PromptSamples]:
+    ended, self._ended = self._ended, []
     return ended
 
   def _begun(self, seq: _Running) -> _Running:
@@ -104,7 +108,10 @@ class StubWorker:
       self._cache.popitem(last=False)
     return seq
 
-  def update_weights(self, params, version, max_age) -> list[int]:
+  def weights_digest(self) -> tuple[int, ...]:
+    return (0,)
+
+  def update_weights(self, params, *, version, max_age) -> list[int]:
     assert params == f"weights {version}"
     self.version = version
     self._cache.clear()
@@ -134,17 +141,17 @@ class StubWorker:
 
 
 class FailingWorker(StubWorker):
-  """Fails after a number of calls of `advance`."""
+  """Fails after a number of calls of `step`."""
 
   def __init__(self, num_calls: int, **options):
     super().__init__(**options)
     self._left = num_calls
 
-  def advance(self) -> list[workers.PromptSamples]:
+  def step(self, steps=None) -> int:
     self._left -= 1
     if self._left < 0:
       raise OSError("the machine was taken away")
-    return super().advance()
+    return super().step(steps)
 
 
 class Maker:

@@ -41,7 +41,7 @@ class TestFailures:
 
   def test_a_prompt_that_is_refused_is_an_error(self):
     class Strict(StubWorker):
-      def submit(self, requests, ids):
+      def submit(self, prompts, *, ids):
         raise ValueError("`requests` must be valid prompts")
 
     with workers.Pool(lambda _: Strict(), 2, config=CONFIG) as pool:
@@ -73,9 +73,9 @@ class TestFailures:
     tries, is_given_up = [], threading.Event()
 
     class Waits(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         assert is_given_up.wait(20)
-        return super().advance()
+        return super().step(steps)
 
     def make(place):
       if place:
@@ -168,7 +168,7 @@ class TestFailures:
 
   def test_samples_of_unknown_prompts_do_not_reset_the_count(self):
     class Wrong(StubWorker):
-      def advance(self):
+      def harvest(self):
         return [workers.PromptSamples(10**6, [])]
 
     with workers.Pool(
@@ -182,14 +182,14 @@ class TestFailures:
     has_prompts, has_failed = threading.Event(), threading.Event()
 
     class Waits(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         assert has_prompts.wait(20)
-        return super().advance()
+        return super().step(steps)
 
     class Fails(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         has_prompts.set()
-        return []
+        return 0
 
       def export(self):
         has_failed.set()
@@ -208,10 +208,10 @@ class TestFailures:
 
   def test_a_worker_that_exits_is_replaced(self):
     class Exits(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         if len(make.made) == 1:
           sys.exit(3)
-        return super().advance()
+        return super().step(steps)
 
     make = Maker(lambda _: Exits())
     with workers.Pool(make, 1, config=CONFIG, retry_pause=0) as pool:
@@ -271,10 +271,10 @@ class TestAddAndRemove:
     has_begun, may_go_on, failures = threading.Event(), threading.Event(), []
 
     class Refuses(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         has_begun.set()
         may_go_on.wait()
-        return super().advance()
+        return super().step(steps)
 
       def import_sequences(self, exported, ids):
         failures.append(ids)
@@ -309,21 +309,21 @@ class TestAddAndRemove:
     assert 1 not in made
 
   @pytest.mark.parametrize(
-    "call", ["room", "match", "submit", "advance", "export", "update_weights"]
+    "call", ["room", "match", "submit", "step", "export", "update_weights"]
   )
   def test_a_hung_worker_is_left_behind(self, call, caplog):
     has_prompts, is_hung = threading.Event(), threading.Event()
     may_return, made = threading.Event(), {}
 
     class Hangs(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         has_prompts.set()
-        return super().advance() if may_return.is_set() else []
+        return super().step(steps) if may_return.is_set() else 0
 
-    def hang(worker, *arguments):
+    def hang(worker, *arguments, **options):
       is_hung.set()
       may_return.wait()
-      return getattr(super(Hangs, worker), call)(*arguments)
+      return getattr(super(Hangs, worker), call)(*arguments, **options)
 
     setattr(Hangs, call, hang)
 

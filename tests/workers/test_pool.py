@@ -142,11 +142,11 @@ class TestStream:
     answers = queue.SimpleQueue()
 
     class Waits(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         has_begun.set()
         # Only `close` sets it while the call runs.
         answers.put(was_closed.wait(0.5))
-        return super().advance()
+        return super().step(steps)
 
       def close(self):
         was_closed.set()
@@ -161,9 +161,9 @@ class TestStream:
     is_open = threading.Event()
 
     class Slow(StubWorker):
-      def advance(self):
+      def step(self, steps=None):
         is_open.wait()
-        return super().advance()
+        return super().step(steps)
 
     with workers.Pool(
       lambda _: Slow(rows=4), 1, config=CONFIG, max_waiting=10
@@ -230,7 +230,7 @@ class TestWeights:
     trees = []
 
     class Records(StubWorker):
-      def update_weights(self, params, version, max_age):
+      def update_weights(self, params, *, version, max_age):
         trees.append(params)
         return []
 

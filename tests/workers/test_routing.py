@@ -90,8 +90,8 @@ def test_families_of_prompts_stay_together():
     worker = stub.StubWorker(**options)
     for start in range(worker_index, 1200, 32):
       part = prompts[start : start + 32 : 4]
-      worker.submit(requests_of(part), list(range(len(part))))
+      worker.submit(requests_of(part), ids=list(range(len(part))))
       while worker.room().prompts < 16:
-        worker.advance()
+        worker.step()
     in_turn += worker.hits
   assert in_pool >= 0.9 * seq > 1.3 * in_turn, (in_pool, seq, in_turn)

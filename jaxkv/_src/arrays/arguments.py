@@ -7,6 +7,7 @@ before or during a trace, so compiled programs contain none of them.
 
 import operator
 import os
+import threading
 from typing import Any
 from typing import NoReturn
 
@@ -387,3 +388,13 @@ _TRAILING_AXES: dict[str, Shape] = {
   "shared_tokens": (2,),
 }
 """The axes after the first, of arguments that have more than one axis."""
+
+
+def as_seconds(name: str, value: Any) -> float:
+  """Returns a time as a float, which a thread can wait for."""
+  if not is_number(value):
+    refuse(TypeError, name, "a number of seconds", value)
+  if not 0 <= value <= threading.TIMEOUT_MAX:
+    requirement = f"at least 0 and at most {threading.TIMEOUT_MAX:g}"
+    refuse(ValueError, name, f"a number of seconds, {requirement}", value)
+  return float(value)

@@ -27,7 +27,7 @@ class RayWorkers:
   of the weights that an actor gets is wrong, they are stored and sent again.
 
     ray.init()
-    make = RayWorkers(make_local_worker, num_gpus=1)
+    make = RayWorkers(make_engine, num_gpus=1)
     with jaxkv.workers.Pool(make, 4, config=config) as pool:
       ...
   """
@@ -43,7 +43,7 @@ class RayWorkers:
 
     Args:
       make: a function from an index in the pool to a worker, usually a
-        `jaxkv.workers.LocalWorker`. Each actor calls a copy of this function.
+        `jaxkv.rollout.Engine`. Each actor calls a copy of this function.
       timeout: seconds after which a call to an actor fails, compilation
         included; None for no limit.
       **options: options of the actors, such as `num_gpus`.
@@ -111,12 +111,13 @@ class _RayWorker:
   def __getattr__(self, name: str) -> Callable[..., Any]:
     return functools.partial(self._get, self._actor.call, name)
 
-  def _get(self, method: Any, *arguments: Any) -> Any:
+  def _get(self, method: Any, *arguments: Any, **options: Any) -> Any:
     # Ray replaces references among `arguments` by the stored objects.
-    return self._ray.get(method.remote(*arguments), timeout=self._timeout)
+    result = method.remote(*arguments, **options)
+    return self._ray.get(result, timeout=self._timeout)
 
   def update_weights(
-    self, params: Any, version: int, max_age: int | None
+    self, params: Any, *, version: int, max_age: int | None
   ) -> list[int]:
     damaged = None
     for _ in range(_MAX_SENDS):
@@ -141,8 +142,8 @@ class _Actor:
   def __init__(self, make: Callable[[int], workers.Worker], index: int):
     self._worker = make(index)
 
-  def call(self, name: str, *arguments: Any) -> Any:
-    return getattr(self._worker, name)(*arguments)
+  def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+    return getattr(self._worker, name)(*arguments, **options)
 
   def update_weights(
     self, stored: tuple[Any, bytes], version: int, max_age: int | None
@@ -151,7 +152,7 @@ class _Actor:
     params, checksum = stored
     if checksum_of(params) != checksum:
       return None
-    return self._worker.update_weights(params, version, max_age)
+    return self._worker.update_weights(params, version=version, max_age=max_age)
 
 
 def checksum_of(params: Any) -> bytes:

@@ -15,32 +15,31 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import check_type
+from jaxkv._src.arrays.digest import digest
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import check_model
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.sampling.settings import Sampling
-from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.service import programs
-from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service import samples
+from jaxkv._src.service import scoring
 from jaxkv._src.service import served_model
 from jaxkv._src.service.held_rollout import HeldRollout
 from jaxkv._src.service.prompt_reader import PromptReader
 from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
+from jaxkv._src.service.samples import Room
 from jaxkv._src.service.samples import Samples
 from jaxkv._src.service.stream import Stream
 from jaxkv._src.transfer import snapshot
+from jaxkv._src.transfer.exported import Exported
 
 
 class Engine:
@@ -88,6 +87,7 @@ class Engine:
     init_kv: Callable[[CacheConfig], Any] | None = None,
     num_prompts: int | None = None,
     key: jax.Array | None = None,
+    secret: Any = None,
     first_sequence: int = 0,
   ):
     """Creates an engine; its first call compiles the loop.
@@ -109,6 +109,8 @@ class Engine:
       num_prompts: the prompts that wait or run on the device; None for enough
         that the slots stay busy.
       key: key[]; None for `jax.random.key(0)`.
+      secret: uint32[4], see `jaxkv.init`; None for a random one. Engines
+        between which sequences move need equal ones.
       first_sequence: the id of the first sequence. Engines with equal keys draw
         different samples if their ids differ.
 
@@ -126,8 +128,6 @@ class Engine:
     self._config = dataclasses.replace(
       config, max_length=longest, max_new_tokens=max(longest - 1, 1)
     )
-    if num_prompts is None:
-      num_prompts = -(-4 * self._cache.num_slots // config.num_samples)
     functions = self._served.call, process, draft
     self._functions = tuple(map(StaticFunction, functions))
     self._reader = PromptReader(
@@ -143,13 +143,12 @@ class Engine:
     self._held = HeldRollout(
       self._config,
       self._cache,
-      num_prompts=as_count("num_prompts", num_prompts, 1),
+      num_prompts=num_prompts,
       init_kv=lambda: jax.device_put(self._served.init_kv(self._cache), device),
       key=jax.random.key(0) if key is None else key,
+      secret=secret,
       first_sequence=as_count("first_sequence", first_sequence, 0),
     )
-
-  # --- batches and streams ----------------------------------------------------
 
   def generate(
     self,
@@ -195,14 +194,7 @@ class Engine:
         max_new_tokens=max_new_tokens,
       )
       ended = [out for out in stream if isinstance(out, PromptSamples)]
-    results = samples.joined(sorted(ended, key=lambda out: out.id))
-    rows = zip(results.tokens, results.mask, strict=True)
-    texts = self._reader.texts([tokens[mask] for tokens, mask in rows])
-    if texts is None:
-      return Samples(results, None)
-    count = len(texts) // len(prompts)
-    first_rows = range(0, len(texts), count)
-    return Samples(results, [texts[row : row + count] for row in first_rows])
+    return samples.with_texts(ended, len(prompts), self._reader.texts)
 
   def stream(
     self,
@@ -252,8 +244,6 @@ class Engine:
     )
     return stream.results()
 
-  # --- single calls -----------------------------------------------------------
-
   def submit(
     self,
     prompts: Any,
@@ -261,6 +251,7 @@ class Engine:
     sampling: Sampling | None = None,
     num_samples: int | None = None,
     max_new_tokens: int | None = None,
+    ids: Sequence[int] | None = None,
   ) -> np.ndarray:
     """Adds prompts to the queue; `step` computes them.
 
@@ -269,6 +260,8 @@ class Engine:
       sampling: see `generate`.
       num_samples: at most `RolloutConfig.num_samples`.
       max_new_tokens: see `generate`.
+      ids: the id of each prompt's first sample; None to continue after the
+        largest id so far.  # int32[P]
 
     Returns:
       The id of each prompt's first sample; the other samples have the next
@@ -278,23 +271,14 @@ class Engine:
       TypeError: an argument has the wrong type.
       ValueError: as for `generate`.
     """
-    options = {
-      "sampling": sampling,
-      "num_samples": num_samples,
-      "max_new_tokens": max_new_tokens,
-    }
+    requests = self._reader.of_one_call(
+      prompts,
+      sampling=sampling,
+      num_samples=num_samples,
+      max_new_tokens=max_new_tokens,
+    )
     with self._held.lock:
-      if isinstance(prompts, Requests):
-        requests = self._reader.checked(prompts, options)
-      else:
-        if num_samples is not None and num_samples > self._config.num_samples:
-          raise ValueError(
-            "`num_samples` must be at most RolloutConfig.num_samples, "
-            f"{self._config.num_samples}, got {num_samples}; raise it, or call "
-            "`generate`, which splits prompts."
-          )
-        requests = self._reader.requests(prompts, **options)
-      return self._held.submit(requests)
+      return self._held.submit(requests, ids)
 
   def step(self, steps: int | None = None) -> int:
     """Generates tokens; returns the number of sequences that are unfinished.
@@ -338,18 +322,8 @@ class Engine:
     Returns:
       A `Status` for each sequence, see `jaxkv.rollout.extend`.
     """
-    if len(tokens) != len(ids):
-      raise ValueError(
-        f"`tokens` must have a list for each of the {len(ids)} ids, got "
-        f"{len(tokens)}."
-      )
     budget = self._reader.budget(max_new_tokens)
-    rows = [
-      prompt_arrays.as_token_list(f"tokens[{row}]", ids)
-      for row, ids in enumerate(tokens)
-    ]
-    rows, lengths = prompt_arrays.stacked(rows)
-    check_tokens("tokens", rows, lengths, vocab_size=self._reader.vocab_size)
+    rows, lengths = self._reader.new_tokens(tokens, len(ids))
     options = {"max_tokens": np.full((len(ids),), budget, np.int32)}
     if priority is not None:
       options["priority"] = np.asarray(as_int32("priority", list(priority)))
@@ -371,20 +345,39 @@ class Engine:
     with self._held.lock:
       return self._held.branch(ids, num_branches)
 
-  def update_weights(self, params: Any, policy: Policy = "recompute") -> None:
+  def update_weights(
+    self,
+    params: Any,
+    policy: Policy = "recompute",
+    *,
+    version: int | None = None,
+    max_age: int | None = None,
+  ) -> list[int]:
     """Replaces the weights, see `jaxkv.rollout.update_weights`.
 
     Args:
       params: arrays with the shapes of the first weights. The engine keeps
         them, so do not donate them.
       policy: what becomes of unfinished sequences.
+      version: the version of the weights, above that of the old ones; None for
+        the next one.
+      max_age: prompts are removed if an unfinished sample has a token of a
+        version before `version - max_age`, except prompts of streams; None to
+        remove none.
+
+    Returns:
+      The ids of the prompts that were removed.
     """
     with self._held.lock:
       self._held.read()
+      least = self._held.version + 1
+      version = (
+        least if version is None else as_count("version", version, least)
+      )
       placed_params = served_model.placed(params, self._params)
-      self._held.update(programs.update_weights, policy=policy)
-      self._held.version += 1
+      dropped = self._held.update_weights(policy, version, max_age)
       self._params = placed_params
+      return dropped
 
   def score(
     self,
@@ -406,33 +399,17 @@ class Engine:
       A `jaxkv.rollout.Scored`, as NumPy arrays; the columns end with the
       longest completion.
     """
+    rows = self._reader.tokens(prompts, self._config.max_length - 1)
     with self._held.lock:
-      rows = self._reader.tokens(prompts, self._config.max_length - 1)
-      tokens, lengths = prompt_arrays.stacked(rows)
-      answer_tokens, answer_lengths = prompt_arrays.stacked_groups(
-        completions, len(rows)
-      )
-      check_tokens(
-        "completions",
-        answer_tokens,
-        answer_lengths,
-        vocab_size=self._reader.vocab_size,
-      )
-      if "temperature" in options:
-        options["temperature"] = as_temperature(options["temperature"])
-      scored = self._held.update(
-        programs.score,
+      return scoring.score(
+        self._held,
         self._params,
-        *(tokens, lengths, answer_tokens, answer_lengths),
-        function=self._functions[0],
+        self._functions[0],
+        rows,
+        completions,
+        vocab_size=self._reader.vocab_size,
         **options,
       )
-      longest = max(1, int(answer_lengths.max()))
-      return jax.tree.map(
-        lambda array: array[:, :, :longest] if array.ndim > 2 else array, scored
-      )
-
-  # --- looking ----------------------------------------------------------------
 
   @property
   def state(self) -> RolloutState:
@@ -450,24 +427,49 @@ class Engine:
     with self._held.lock:
       return jax.device_get(self._held.read().counters)
 
-  def room(self) -> int:
-    """Returns the number of prompts for which the queue has room."""
+  def room(self) -> Room:
+    """Returns the room for further prompts."""
     with self._held.lock:
       return self._held.room()
 
-  def match(self, prompts: Sequence[Any]) -> np.ndarray:
-    """Returns the number of cached tokens of each prompt, int32[P]."""
-    with self._held.lock:
-      state = self._held.read()
-      rows = self._reader.tokens(prompts, self._config.max_length - 1)
-      requests = prompt_arrays.requests_of(
-        rows, self._config, sampling=None, num_samples=1
-      )
-      rows = prompt_arrays.padded(requests, self._config, state.queue.width)
-      matched = match(state.memory.cache, rows.tokens, rows.lengths)
-      return np.asarray(matched.num_cached_tokens)[: len(prompts)]
+  def match(self, prompts: Any) -> np.ndarray:
+    """Returns the number of cached tokens of each prompt, int32[P].
 
-  # --- keeping ----------------------------------------------------------------
+    `prompts` are as in `submit`.
+    """
+    requests = self._reader.to_match(prompts)
+    with self._held.lock:
+      return self._held.match(requests)
+
+  def weights_digest(self) -> tuple[int, ...]:
+    """Returns a digest of the weights, which engines with equal ones share."""
+    with self._held.lock:
+      self._held.read()
+      return digest(jax.tree.leaves(self._params))
+
+  def export(self) -> Exported:
+    """Removes and returns all sequences, see `jaxkv.rollout.export`.
+
+    Sequences of streams stay. The result has NumPy arrays.
+    """
+    with self._held.lock:
+      return self._held.export()
+
+  def import_sequences(
+    self, exported: Exported, ids: Sequence[int] | None = None
+  ) -> list[int]:
+    """Adds sequences, see `jaxkv.rollout.import_sequences`.
+
+    Args:
+      exported: from an engine of an equal model, with the same `secret` for its
+        pages to be used.
+      ids: the ids of the prompts to add; None for all.
+
+    Returns:
+      The ids of the prompts that entered, with all of their samples.
+    """
+    with self._held.lock:
+      return self._held.import_sequences(exported, ids)
 
   def save(self, folder: str | pathlib.Path, *, pages: bool = True) -> None:
     """Saves the state, see `jaxkv.checkpoint.save`."""

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import init as init_cache
+from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import StaticFunction
@@ -26,11 +28,14 @@ from jaxkv._src.engine.requests import check_fits
 from jaxkv._src.engine.requests import check_num_samples
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
+from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.kv.offload_memory import init_offload
 from jaxkv._src.service import programs
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service import samples
 from jaxkv._src.service.samples import PromptSamples
+from jaxkv._src.service.samples import Room
+from jaxkv._src.transfer.exported import Exported
 
 _NO_LIMIT = 2**30
 _MAX_STEPS = 2**12
@@ -56,9 +61,10 @@ class HeldRollout:
     config: RolloutConfig,
     cache: CacheConfig,
     *,
-    num_prompts: int,
+    num_prompts: int | None,
     init_kv: Callable[[], Any],
     key: jax.Array,
+    secret: Any,
     first_sequence: int,
   ):
     """Creates a rollout without sequences.
@@ -66,9 +72,11 @@ class HeldRollout:
     Args:
       config: the options of the rollout.
       cache: the sizes of the cache.
-      num_prompts: the prompts for which the queue has room.
+      num_prompts: the prompts for which the queue has room; None for enough
+        that the slots stay busy.
       init_kv: makes the K/V memory, on its device.
       key: key[].
+      secret: uint32[4], the secret of page keys; None for a random one.
       first_sequence: the id of the first sequence.
     """
     self.lock = threading.RLock()
@@ -78,9 +86,16 @@ class HeldRollout:
     self.version = 0
     self._config = config
     self._cache = cache
-    self._num_prompts = num_prompts
+    if num_prompts is None:
+      num_prompts = -(-4 * cache.num_slots // config.num_samples)
+    self._num_prompts = as_count("num_prompts", num_prompts, 1)
     self._init_kv = init_kv
     self._key = key
+    # A random secret, so that nobody can construct equal page keys for
+    # different tokens.
+    if secret is None:
+      secret = np.frombuffer(os.urandom(16), np.uint32)
+    self._secret = jnp.asarray(secret)
     self._next_id = first_sequence
     self._span_steps = 8
     self._is_lent = False
@@ -101,10 +116,28 @@ class HeldRollout:
     """Returns the ids, statuses and lengths, as NumPy arrays."""
     return jax.device_get(programs.read_progress(self.read()))
 
-  def room(self) -> int:
-    """Returns the number of prompts for which the queue has room."""
+  def room(self) -> Room:
+    """Returns the `Room` for further prompts."""
     status = self.progress().status.reshape(-1, self._config.num_samples)
-    return int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
+    prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
+    # All running sequences may end in a step, so each slot needs a waiting
+    # sequence too.
+    unfinished = int(np.sum(status < SequenceStatus.DONE))
+    slots = self._cache.num_slots
+    return Room(prompts, max(2 * slots - unfinished, 0), slots)
+
+  def match(self, requests: Requests) -> np.ndarray:
+    """Returns the number of cached tokens of each prompt, int32[P]."""
+    state = self.read()
+    rows = prompt_arrays.padded(requests, self._config, state.queue.width)
+    num_samples = self._config.num_samples
+    matched = match(
+      state.memory.cache,
+      rows.tokens,
+      rows.lengths,
+      salts=None if rows.salts is None else rows.salts[::num_samples],
+    )
+    return np.asarray(matched.num_cached_tokens)[: len(requests.lengths)]
 
   def new_tokens(self, first_columns: np.ndarray, count: int) -> np.ndarray:
     """Returns `count` tokens of each row from a column on, int32[Q, count]."""
@@ -150,8 +183,10 @@ class HeldRollout:
       error.add_note(message)
       raise
 
-  def submit(self, requests: Requests) -> np.ndarray:
+  def submit(self, requests: Requests, ids: Any = None) -> np.ndarray:
     """Adds prompts to the queue, in a call of one of few shapes.
+
+    The first samples get `ids`, int32[P]; None to continue after the last id.
 
     Returns:
       The id of each prompt's first sample; -1 for a prompt for which the queue
@@ -170,7 +205,10 @@ class HeldRollout:
     mask = np.arange(len(requests.lengths)) < num_prompts
     # After an interrupt, the queue can have later ids than were returned.
     self._next_id = max(self._next_id, int(queue.next_id))
-    ids = self._next_id + np.arange(len(mask), dtype=np.int32) * num_samples
+    if ids is None:
+      ids = self._next_id + np.arange(num_prompts, dtype=np.int32) * num_samples
+    ids = np.asarray(as_int32("ids", ids, (num_prompts,), ", one for each"))
+    ids = ids[prompt_arrays.padded_index(num_prompts)]
     out = self.update(programs.submit, requests, ids=ids, mask=mask)
     # Refused prompts use no ids.
     last_id = int(out.ids[:num_prompts].max(initial=-1))
@@ -254,6 +292,86 @@ class HeldRollout:
     out = self.update(programs.harvest, mask=rows, whole_prompts=True)
     return samples.split(out.results, num_samples)
 
+  def update_weights(
+    self, policy: Policy, version: int, max_age: int | None
+  ) -> list[int]:
+    """Invalidates the pages; drops old prompts and returns their ids.
+
+    A prompt is dropped if an unfinished sample has a token of a version before
+    `version - max_age`; none is for None, and none of a stream.
+    """
+    dropped = [] if max_age is None else self._drop(version - max_age)
+    for _ in range(version - self.version):
+      self.update(programs.update_weights, policy=policy)
+      self.version += 1
+    return dropped
+
+  def _drop(self, oldest_version: int) -> list[int]:
+    queue = self.read().queue
+    num_samples = self._config.num_samples
+    status, versions, ids = jax.device_get(
+      (queue.status, queue.versions, queue.ids)
+    )
+    is_unfinished = status < SequenceStatus.DONE
+    is_old = np.any((versions >= 0) & (versions < oldest_version), axis=1)
+    is_old = (is_old & is_unfinished).reshape(-1, num_samples).any(axis=1)
+    is_old &= ~np.isin(ids[::num_samples], list(self.streamed))
+    if not is_old.any():
+      return []
+    is_dropped = np.repeat(is_old, num_samples)
+    # A mask over all rows has the same shape in each call.
+    self.update(programs.abort, ids, mask=is_dropped & is_unfinished)
+    self.update(programs.harvest, mask=is_dropped, whole_prompts=True)
+    return ids[::num_samples][is_old].tolist()
+
+  def export(self) -> Exported:
+    """Removes and returns all sequences, except those of streams."""
+    state = self.read()
+    num_samples = self._config.num_samples
+    cache_config = self._cache
+    ids, status, table = jax.device_get(
+      (state.queue.ids, state.queue.status, state.memory.cache.page_table)
+    )
+    # The export copies pages on the device, where a copy of the whole pool may
+    # not fit. Multiples of 16, so that fewer sizes are compiled.
+    max_pages = []
+    for groups in cache_config.groups_of_pools:
+      pages = table[:, np.asarray(groups)]
+      num_held = np.unique(pages[pages < cache_config.no_page]).size
+      max_pages.append(-(-num_held // 16) * 16)
+    # Pages go to the first sequences.
+    rows = np.argsort(status != SequenceStatus.RUNNING, kind="stable")
+    moves = status != SequenceStatus.EMPTY
+    is_streamed = np.isin(ids[::num_samples], list(self.streamed))
+    moves &= ~np.repeat(is_streamed, num_samples)
+    return self.update(
+      programs.export, ids[rows], mask=moves[rows], max_pages=tuple(max_pages)
+    )
+
+  def import_sequences(
+    self, exported: Exported, ids: Sequence[int] | None
+  ) -> list[int]:
+    """Adds the sequences of prompts; returns the prompts that entered."""
+    queue = exported.queue
+    self._adopt_fields(
+      Requests(
+        queue.tokens,
+        queue.prompt_length,
+        sampling=queue.sampling,
+        priority=queue.priority,
+        salts=queue.salts,
+        extra=queue.extra,
+      )
+    )
+    first_ids = np.asarray(queue.ids) - np.asarray(exported.sample)
+    mask = np.ones(first_ids.shape, bool)
+    if ids is not None:
+      mask = np.isin(first_ids, list(ids))
+    out = self.update(programs.import_sequences, exported, mask=mask)
+    self._next_id = max(self._next_id, int(self.read().queue.next_id))
+    # The samples of a prompt enter together, because they share rows.
+    return sorted(set(first_ids[out.ok].tolist()))
+
   def by_id(
     self, program: Callable, ids: Sequence[int], *rows: Any, **options: Any
   ) -> list[Status]:
@@ -290,9 +408,12 @@ class HeldRollout:
         and lacks a field.
     """
     check_fits(requests, self._cache, self._config)
+    self._adopt_fields(requests)
+
+  def _adopt_fields(self, fields: Requests) -> None:
     state = self.read()
     template = prompt_arrays.without_samples(
-      self._num_prompts, self._config, requests, state.queue
+      self._num_prompts, self._config, fields, state.queue
     )
     template = as_requests(template, self._config)
     if prompt_arrays.fits(template, state.queue):
@@ -334,12 +455,10 @@ class HeldRollout:
 
   def _empty(self) -> RolloutState:
     """Returns a state without sequences, with a new cache."""
-    # The secret of page keys is random, so that nobody can construct equal keys
-    # for different tokens.
-    secret = jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))
     kv = self._init_kv()
     return init(
-      init_cache(self._cache, secret),
+      # A copy, because the state is donated.
+      init_cache(self._cache, jnp.copy(self._secret)),
       kv,
       prompt_arrays.without_samples(self._num_prompts, self._config),
       self._key,

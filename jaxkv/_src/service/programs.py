@@ -25,6 +25,8 @@ from jaxkv._src.engine.verbs import extend as extend_verb
 from jaxkv._src.engine.verbs import submit as submit_verb
 from jaxkv._src.engine.verbs import update_weights as weights_verb
 from jaxkv._src.engine.verbs.update_weights import Policy
+from jaxkv._src.transfer import export as export_verb
+from jaxkv._src.transfer import import_sequences as import_verb
 
 _OPTIONS_OF_SCORE = ("entropy", "top_log_probs", "chunk")
 
@@ -104,6 +106,10 @@ branch = jax.jit(
   branch_verb.branch, static_argnames="num_branches", donate_argnums=0
 )
 abort = jax.jit(abort_verbs.abort, donate_argnums=0)
+export = jax.jit(
+  export_verb.export, static_argnames="max_pages", donate_argnums=0
+)
+import_sequences = jax.jit(import_verb.import_sequences, donate_argnums=0)
 update_weights = jax.jit(
   _update_weights, static_argnames="policy", donate_argnums=0
 )

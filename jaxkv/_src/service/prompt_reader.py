@@ -54,9 +54,9 @@ class PromptReader:
     self,
     prompts: Sequence[Any],
     *,
-    sampling: Sampling | None,
-    num_samples: int | None,
-    max_new_tokens: int | None,
+    sampling: Sampling | None = None,
+    num_samples: int | None = None,
+    max_new_tokens: int | None = None,
   ) -> Requests:
     """Returns the requests of prompts; see `Engine.generate`."""
     if num_samples is None:
@@ -79,11 +79,56 @@ class PromptReader:
       rows, self.config, sampling=settings, num_samples=num_samples
     )
 
-  def checked(self, requests: Requests, options: dict[str, Any]) -> Requests:
-    """Returns `Requests` of a caller, with the engine's `max_new_tokens`.
+  def of_one_call(self, prompts: Any, **options: Any) -> Requests:
+    """Returns the requests of prompts that enter together, see `submit`.
 
-    Raises TypeError for further `options`, and ValueError for bad tokens.
+    Args:
+      prompts: a list of prompts, or `Requests`.
+      **options: the options of `requests`; None with `Requests`.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: an argument is out of range.
     """
+    if isinstance(prompts, Requests):
+      return self._checked(prompts, options)
+    num_samples = options.get("num_samples")
+    if num_samples is not None and num_samples > self.config.num_samples:
+      raise ValueError(
+        "`num_samples` must be at most RolloutConfig.num_samples, "
+        f"{self.config.num_samples}, got {num_samples}; raise it, or call "
+        "`generate`, which splits prompts."
+      )
+    return self.requests(prompts, **options)
+
+  def to_match(self, prompts: Any) -> Requests:
+    """Returns the requests of prompts whose cached tokens are counted."""
+    if isinstance(prompts, Requests):
+      # Bad tokens match nothing; `submit` names them.
+      return as_requests(prompts, self.config)
+    return self.requests(prompts, num_samples=1, max_new_tokens=1)
+
+  def new_tokens(
+    self, tokens: Sequence[Any], count: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens that `extend` appends, int32[R, L], and lengths.
+
+    Raises ValueError unless there are `count` lists of tokens.
+    """
+    if len(tokens) != count:
+      raise ValueError(
+        f"`tokens` must have a list for each of the {count} ids, got "
+        f"{len(tokens)}."
+      )
+    lists = [
+      prompt_arrays.as_token_list(f"tokens[{row}]", ids)
+      for row, ids in enumerate(tokens)
+    ]
+    rows, lengths = prompt_arrays.stacked(lists)
+    check_tokens("tokens", rows, lengths, vocab_size=self.vocab_size)
+    return rows, lengths
+
+  def _checked(self, requests: Requests, options: dict[str, Any]) -> Requests:
     for name, option in options.items():
       if option is not None:
         raise TypeError(

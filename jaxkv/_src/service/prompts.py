@@ -1,7 +1,6 @@
 """Prompts of an engine's caller as requests of few shapes."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,29 +45,6 @@ def stacked(
   for padded_row, row in zip(tokens, rows, strict=True):
     padded_row[: len(row)] = row
   return tokens, lengths
-
-
-def stacked_groups(
-  groups: Sequence[Sequence[Any]], num_prompts: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns completions as int32[N, G, R], and their lengths, int32[N, G].
-
-  Raises ValueError unless each of N prompts has G lists of token ids.
-  """
-  num_samples = {len(group) for group in groups}
-  if len(groups) != num_prompts or len(num_samples) != 1 or 0 in num_samples:
-    raise ValueError(
-      f"`completions` must have equally many lists for each of {num_prompts} "
-      f"prompts, at least one, got {[len(group) for group in groups]}."
-    )
-  rows = [
-    as_token_list(f"completions[{index}]", completion)
-    for index, group in enumerate(groups)
-    for completion in group
-  ]
-  tokens, lengths = stacked(rows)
-  shape = num_prompts, num_samples.pop()
-  return tokens.reshape(*shape, -1), lengths.reshape(shape)
 
 
 def requests_of(

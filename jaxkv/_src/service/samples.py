@@ -1,5 +1,6 @@
-"""Results of an engine, as NumPy arrays."""
+"""The room of an engine, and its results as NumPy arrays."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -7,6 +8,21 @@ import jax
 import numpy as np
 
 from jaxkv._src.engine.results.generated import Generated
+
+
+class Room(NamedTuple):
+  """Room for further prompts in an engine.
+
+  Attributes:
+    prompts: the number of prompts that fit into its queue.
+    needed: the number of further samples that keep all slots busy, also after
+      the running sequences have ended.
+    slots: the number of samples that it computes at the same time.
+  """
+
+  prompts: int
+  needed: int
+  slots: int
 
 
 class PromptSamples(NamedTuple):
@@ -46,6 +62,22 @@ class Samples(NamedTuple):
 
   results: Generated
   texts: list[list[str]] | None
+
+
+def with_texts(
+  ended: list[PromptSamples],
+  num_prompts: int,
+  read_texts: Callable[[list[np.ndarray]], list[str] | None],
+) -> Samples:
+  """Returns the samples of prompts in order, with texts of the new tokens."""
+  results = joined(sorted(ended, key=lambda out: out.id))
+  rows = zip(results.tokens, results.mask, strict=True)
+  texts = read_texts([tokens[mask] for tokens, mask in rows])
+  if texts is None:
+    return Samples(results, None)
+  count = len(texts) // num_prompts
+  first_rows = range(0, len(texts), count)
+  return Samples(results, [texts[row : row + count] for row in first_rows])
 
 
 def split(results: Generated, num_samples: int) -> list[PromptSamples]:

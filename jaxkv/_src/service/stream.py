@@ -75,7 +75,7 @@ class Stream:
     """Adds prompts while the queue has room; returns their number."""
     self._held.harvest_streams()
     stop_prompt = min(
-      first_prompt + self._held.room(), len(self._requests.lengths)
+      first_prompt + self._held.room().prompts, len(self._requests.lengths)
     )
     if stop_prompt == first_prompt:
       if not self._running and not self._held.num_unfinished():

@@ -15,10 +15,12 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import is_number
+from jaxkv._src.arrays.arguments import as_seconds
+from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
+from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
@@ -26,7 +28,6 @@ from jaxkv._src.workers.prompts import join
 from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
-from jaxkv._src.workers.worker import PromptSamples
 from jaxkv._src.workers.worker import Worker
 from jaxkv._src.workers.worker_state import WorkerState
 
@@ -37,7 +38,7 @@ _LOOKAHEAD = 128
 
 
 class Pool:
-  """Runs a stream of prompts on workers.
+  """Runs a stream of prompts on workers, which are engines.
 
   A prompt waits for the worker that has its longest prefix, unless another
   worker needs it to keep its slots busy. Otherwise workers take prompts in the
@@ -50,6 +51,7 @@ class Pool:
   Each worker is called from its own thread, so workers never wait for each
   other. Use the pool in a `with` statement, or call `close`.
 
+    make = lambda place: rollout.Engine(params, model, sizes, config)
     with workers.Pool(make, 4, config=config) as pool:
       pool.submit(requests)
       for samples in pool.results():
@@ -67,15 +69,18 @@ class Pool:
     max_failures: int = 10,
     retry_pause: float = 1.0,
     max_retry_pause: float = 60.0,
+    steps: int | None = None,
   ):
     """Starts a pool.
 
     Args:
       make: returns a new worker for a place (0, 1, ...), with the weights of
-        version 0. It is called again for the place of a worker that failed.
+        version 0, and for the place of a worker that failed another one. With
+        equal options and keys, a prompt gets the same samples on each worker;
+        with equal secrets, pages can move.
       count: the number of workers.
-      config: the options of the workers' rollouts, of which the pool itself
-        needs `num_samples`.
+      config: the options of the engines, of which the pool itself needs
+        `num_samples`.
       max_waiting: the maximum number of prompts that no worker has taken;
         `submit` blocks until there are fewer.
       max_age: a prompt runs again from its start if an unfinished sample has a
@@ -90,6 +95,8 @@ class Pool:
         doubles the pause. Other workers go on meanwhile. With the default
         values, the pool gives up a place after five minutes of pauses.
       max_retry_pause: the longest pause, in seconds.
+      steps: see `Engine.step`. Prompts enter and results leave only between two
+        calls.
 
     Raises:
       TypeError: `make` is not callable, `config` is not a `RolloutConfig`, or
@@ -98,23 +105,23 @@ class Pool:
     """
     if not callable(make):
       refuse(TypeError, "make", "a function from a place to a new worker", make)
-    if not isinstance(config, RolloutConfig):
-      raise TypeError(
-        f"`config` must be a RolloutConfig, got {type(config).__name__}."
-      )
+    check_type("config", config, RolloutConfig, "a RolloutConfig")
     self._make = make
     self._config = config
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
     self._max_failures = as_count("max_failures", max_failures, 0)
-    self._retry_pause = _as_seconds("retry_pause", retry_pause)
-    self._max_retry_pause = _as_seconds("max_retry_pause", max_retry_pause)
+    self._retry_pause = as_seconds("retry_pause", retry_pause)
+    self._max_retry_pause = as_seconds("max_retry_pause", max_retry_pause)
+    self._steps = None if steps is None else as_count("steps", steps, 1)
     self._changed = threading.Condition()
     self._states: list[WorkerState] = []
     self._waiting: dict[int, Prompt] = {}
     self._finished: collections.deque[PromptSamples] = collections.deque()
     self._params: Any = None
     self._version = self._next_id = 0
+    # The digest of the first worker's weights of version 0.
+    self._digest: tuple[int, ...] | None = None
     # The first prompt, whose optional fields all others must have.
     self._first: Requests | None = None
     # The ids of prompts that have not ended.
@@ -169,7 +176,7 @@ class Pool:
     """
     place = as_int("place", place)
     if timeout is not None:
-      timeout = _as_seconds("timeout", timeout)
+      timeout = as_seconds("timeout", timeout)
     with self._changed:
       places = [state.place for state in self._states if not state.leaves]
       if not 0 <= place < len(self._states):
@@ -276,7 +283,7 @@ class Pool:
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
 
-    A `Worker.advance` that runs or is about to run may still use the old
+    A `step` of a worker that runs or is about to run may still use the old
     weights. All later calls use the new weights. The pool and its workers keep
     `params`, so a trainer that donates its weights must pass a copy.
 
@@ -308,7 +315,7 @@ class Pool:
       state.thread.join(max(end - time.monotonic(), 0.0))
       # A Ray actor that waits for resources returns only when it is killed.
       if state.thread.is_alive():
-        state.close()
+        state.close(timeout=1.0)
 
   def _end(self, message: str, cause: BaseException | None = None) -> None:
     """Ends all threads, and all calls with a RuntimeError."""
@@ -332,6 +339,7 @@ class Pool:
         if state.worker is None:
           # The pool may be closed meanwhile, so the loop waits again.
           state.worker = self._make(state.place)
+          self._check_weights(state, state.worker)
         else:
           self._serve_once(state, state.worker)
       # BaseException, because SystemExit would silently end the thread.
@@ -350,6 +358,19 @@ class Pool:
       has_left = state.leaves and not state.prompts
       return not (self._error or has_left)
 
+  def _check_weights(self, state: WorkerState, worker: Worker) -> None:
+    """Stops the pool unless a new worker has the weights of the first one."""
+    digest = worker.weights_digest()
+    with self._changed:
+      self._digest = self._digest or digest
+      # After an update, each worker gets the pool's weights first.
+      if self._version or digest == self._digest:
+        return
+    self._end(
+      "The pool has stopped: `make` must return workers with equal weights, "
+      f"got others in place {state.place}."
+    )
+
   def _serve_once(self, state: WorkerState, worker: Worker) -> None:
     self._update(state, worker)
     if state.leaves:
@@ -360,7 +381,8 @@ class Pool:
     self._take(state, worker)
     if not state.prompts:
       return
-    ended = worker.advance()
+    worker.step(self._steps)
+    ended = worker.harvest()
     with self._changed:
       for samples in ended:
         state.pop(samples.id)
@@ -375,7 +397,9 @@ class Pool:
       version = self._version
     if state.version == version:
       return
-    dropped = worker.update_weights(params, version, self._max_age)
+    dropped = worker.update_weights(
+      params, version=version, max_age=self._max_age
+    )
     with self._changed:
       state.version = version
       self._put_back(state, dropped)
@@ -432,26 +456,19 @@ class Pool:
     for exported in {id(p.exported): p.exported for p in prompts}.values():
       part = [p for p in prompts if p.exported is exported]
       ids = [prompt.id for prompt in part]
-      if exported is not None and self._can_continue(state, exported):
+      if exported is not None and state.may_continue(exported, self._max_age):
         entered.update(worker.import_sequences(exported, ids))
         continue
       try:
-        is_in = worker.submit(join([p.requests for p in part]), ids)
+        out = worker.submit(join([p.requests for p in part]), ids=ids)
       except ValueError as error:
         if state.is_left_behind:
           raise
         # Every worker would refuse the prompt.
         self._end(f"The pool has stopped: {error}", error)
         break
-      entered.update(itertools.compress(ids, is_in))
+      entered.update(set(ids) & set(out.tolist()))
     return entered
-
-  def _can_continue(self, state: WorkerState, exported: Exported) -> bool:
-    """Returns True if the worker of `state` may continue moved sequences."""
-    age = state.version - int(exported.version)
-    # Under newer weights, tokens could exceed `max_age`. No sequence goes back
-    # to older weights.
-    return age == 0 or (age > 0 and self._max_age is None)
 
   def _fail(self, state: WorkerState, error: BaseException) -> None:
     """Puts back the prompts of a worker that failed, to begin again."""
@@ -478,18 +495,6 @@ class Pool:
 
   def _pause(self, state: WorkerState) -> None:
     """Waits after a failure; the end of the place or pool ends the pause."""
-    # Beyond 64 doublings, a float could overflow.
-    doublings = min(max(state.num_failures - 1, 0), 64)
-    seconds = min(self._retry_pause * 2.0**doublings, self._max_retry_pause)
+    seconds = state.pause(self._retry_pause, self._max_retry_pause)
     with self._changed:
       self._changed.wait_for(lambda: self._error or state.leaves, seconds)
-
-
-def _as_seconds(name: str, value: Any) -> float:
-  """Returns a time as a float, which a thread can wait for."""
-  if not is_number(value):
-    refuse(TypeError, name, "a number of seconds", value)
-  if not 0 <= value <= threading.TIMEOUT_MAX:
-    requirement = f"at least 0 and at most {threading.TIMEOUT_MAX:g}"
-    refuse(ValueError, name, f"a number of seconds, {requirement}", value)
-  return float(value)

@@ -2,8 +2,8 @@
 
 import math
 
+from jaxkv._src.service.samples import Room
 from jaxkv._src.workers.prompts import Prompt
-from jaxkv._src.workers.worker import Room
 from jaxkv._src.workers.worker_state import WorkerState
 
 

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.workers.prompts import BLOCK
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.worker import Worker
@@ -54,6 +55,19 @@ class WorkerState:
     is_failed = self.worker is None and self.num_failures > 0
     return not self.leaves and not is_failed
 
+  def may_continue(self, exported: Exported, max_age: int | None) -> bool:
+    """Returns True if the worker may continue moved sequences."""
+    age = self.version - int(exported.version)
+    # Under newer weights, tokens could exceed `max_age`. No sequence goes back
+    # to older weights.
+    return age == 0 or (age > 0 and max_age is None)
+
+  def pause(self, first: float, longest: float) -> float:
+    """Returns the seconds to wait, which double with each failure."""
+    # Beyond 64 doublings, a float could overflow.
+    doublings = min(max(self.num_failures - 1, 0), 64)
+    return min(first * 2.0**doublings, longest)
+
   def add(self, prompt: Prompt) -> None:
     """Adds a prompt, which will run on the worker."""
     self.prompts[prompt.id] = prompt
@@ -77,10 +91,20 @@ class WorkerState:
       count += BLOCK
     return max(count, self.cached.get(prompt.id, 0))
 
-  def close(self) -> None:
-    """Closes the worker, which may have failed already."""
+  def close(self, timeout: float | None = None) -> None:
+    """Closes the worker, which may have failed already, or not answer.
+
+    Returns after `timeout` seconds at the latest; None for no limit.
+    """
     worker = self.worker
     self.worker = None
-    if worker is not None:
+    if worker is None:
+      return
+
+    def close() -> None:
       with contextlib.suppress(BaseException):
         worker.close()
+
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(timeout)

@@ -1,6 +1,5 @@
-"""Pools of rollouts: equal tokens, whichever worker computes them."""
+"""Pools of engines: equal tokens, whichever engine computes them."""
 
-import dataclasses
 import functools
 
 import jax
@@ -24,25 +23,21 @@ _FORWARD = functools.partial(models.forward, config=DECODER)
 _PROMPTS = [by_hand.PROMPTS[number % 4] for number in range(24)]
 
 
-def _worker(model, params, config, kv_of, slots=4, rows=6, steps=3):
-  cache_config = by_hand.sizes(60, slots)
-  no_prompts = rollout.Requests(
-    np.zeros((rows, 9), np.int32),
-    np.ones(rows, np.int32),
-    num_samples=np.zeros(rows, np.int32),
-  )
-  state = rollout.init(
-    jaxkv.init(cache_config, jax.random.key(4)),
-    kv_of(cache_config),
-    no_prompts,
-    by_hand.key(),
+def _engine(params, model, config, kv_of=None, slots=4):
+  return rollout.Engine(
+    params,
+    model,
+    by_hand.sizes(60, slots),
     config,
+    init_kv=kv_of,
+    num_prompts=6,
+    key=by_hand.key(),
+    secret=jax.random.key(4),
   )
-  return workers.LocalWorker(params, state, model=model, steps=steps)
 
 
-def _by_hand(_, **options):
-  return _worker(_BY_HAND, None, _CONFIG, by_hand.pages, **options)
+def _by_hand(_, params=None, **options):
+  return _engine(params, _BY_HAND, _CONFIG, by_hand.pages, **options)
 
 
 def _assert_by_hand(results_by_id: dict) -> None:
@@ -57,7 +52,7 @@ def _assert_by_hand(results_by_id: dict) -> None:
 
 
 class _Fails:
-  """A worker whose third call of `advance` fails, the first four times."""
+  """A worker whose third call of `step` fails, the first four times."""
 
   num_failures = 0
 
@@ -67,19 +62,19 @@ class _Fails:
   def __getattr__(self, name):
     return getattr(self._worker, name)
 
-  def advance(self):
+  def step(self, steps):
     self._calls += 1
     if self._calls == 3 and _Fails.num_failures < 4:
       _Fails.num_failures += 1
       raise OSError("the machine was taken away")
-    return self._worker.advance()
+    return self._worker.step(steps)
 
 
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_failures_or_removed_workers():
   _Fails.num_failures = 0
   with workers.Pool(
-    lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
+    lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG, steps=3
   ) as pool:
     pool.submit(by_hand.requests_of(_PROMPTS))
     results = results_of(pool, {5: lambda: pool.remove(2), 9: pool.add})
@@ -91,8 +86,9 @@ def test_tokens_do_not_depend_on_failures_or_removed_workers():
 def test_moved_sequences_are_not_computed_again():
   source, target = _by_hand(0, slots=8), _by_hand(1, slots=8)
   prompts = by_hand.requests_of(_PROMPTS[:3])
-  assert source.submit(prompts, [0, 2, 4]) == [True] * 3
-  ended = source.advance()
+  assert source.submit(prompts, ids=[0, 2, 4]).tolist() == [0, 2, 4]
+  source.step(3)
+  ended = source.harvest()
   exported = source.export()
   # The pool has 59 pages.
   assert exported.contents[0].shape[0] == 16
@@ -100,53 +96,49 @@ def test_moved_sequences_are_not_computed_again():
   # In two calls, as if there were no room at first.
   assert target.import_sequences(exported, moved[:1]) == moved[:1]
   assert target.import_sequences(exported, moved[1:]) == moved[1:]
-  while len(ended) < 3:
-    ended += target.advance()
-  assert int(target._state.counters.recomputed) == 0
+  while target.step():
+    pass
+  ended += target.harvest()
+  assert len(ended) == 3 and int(target.counters.recomputed) == 0
 
 
 @pytest.mark.slow
 def test_samples_do_not_keep_the_results_of_other_prompts():
-  worker, ended = _by_hand(0), []
-  prompts = by_hand.requests_of(_PROMPTS[:3])
-  worker.submit(prompts, [0, 2, 4])
-  while len(ended) < 3:
-    ended += worker.advance()
-  for array in jax.tree.leaves(ended[0].results):
+  engine = _by_hand(0)
+  engine.submit(by_hand.requests_of(_PROMPTS[:3]))
+  while engine.step():
+    pass
+  for array in jax.tree.leaves(engine.harvest()[0].results):
     assert array.base is None or array.base.size == array.size
-  worker.close()
-  worker.close()
+  engine.close()
+  engine.close()
 
 
-def test_a_rollout_of_other_weights_or_with_sequences_is_refused():
-  state = _by_hand(0)._state
-  cache = dataclasses.replace(state.memory.cache, epoch=jnp.uint32(3))
-  queue = dataclasses.replace(state.queue, status=state.queue.status * 0)
-  for changed_state, text in (
-    (by_hand.with_cache(state, cache), "version 3 and 0 sequences"),
-    (dataclasses.replace(state, queue=queue), "version 0 and 12 sequences"),
-  ):
-    with pytest.raises(ValueError, match=f"no sequences, got {text}"):
-      workers.LocalWorker(None, changed_state, model=_BY_HAND)
+def test_engines_with_other_weights_stop_a_pool():
+  def make(place):
+    return _by_hand(place, {"weight": jnp.full((2,), place, jnp.bfloat16)})
+
+  with workers.Pool(make, 2, config=_CONFIG, steps=1) as pool:
+    pool.submit(by_hand.requests_of(_PROMPTS))
+    with pytest.raises(RuntimeError, match=r"got others in place [01]"):
+      results_of(pool)
+  # After an update, the pool's weights are the same everywhere.
+  with workers.Pool(make, 2, config=_CONFIG) as pool:
+    pool.update_weights({"weight": jnp.ones((2,))})
+    pool.submit(by_hand.requests_of(_PROMPTS))
+    _assert_by_hand(results_of(pool))
 
 
-@pytest.mark.slow
-def test_prompts_that_are_refused_are_named():
-  requests = rollout.Requests([by_hand.PROMPTS[0]] * 3, [8, 0, 12])
-  with pytest.raises(
-    ValueError, match="got BAD_LENGTH for id 2, BAD_LENGTH for id 4;"
-  ):
-    _by_hand(0).submit(requests, [0, 2, 4])
-
-
-def test_new_weights_keep_the_dtypes():
-  state = _by_hand(0)._state
-  params = {"weight": jnp.ones((2,), jnp.bfloat16)}
-  worker = workers.LocalWorker(params, state, model=_BY_HAND)
-  for prompt_id in (np.float32(3), jnp.float32(4)):
-    worker.update_weights({"weight": prompt_id * np.ones((2,))}, 0, None)
-    weight = worker._params["weight"]
-    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [prompt_id] * 2
+def test_new_weights_keep_the_dtypes_and_have_later_versions():
+  engine = _by_hand(0, {"weight": jnp.ones((2,), jnp.bfloat16)})
+  for version, value in ((3, np.float32(3)), (4, jnp.float32(4))):
+    weights = {"weight": value * np.ones((2,))}
+    assert engine.update_weights(weights, version=version) == []
+    weight = engine._params["weight"]
+    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [value] * 2
+  assert int(engine.state.memory.cache.epoch) == 4
+  with pytest.raises(ValueError, match="`version` must be at least 5 and"):
+    engine.update_weights(weights, version=4)
 
 
 @pytest.mark.slow
@@ -162,17 +154,15 @@ def test_versions_reproduce_the_log_probs(max_age):
     max_length=16,
   )
 
-  def kv_of(cache_config):
-    return models.init_kv(DECODER, cache_config)
-
   versions = [
     models.init_params(jax.random.key(seed), DECODER) for seed in range(5)
   ]
   with workers.Pool(
-    lambda _: _worker(_FORWARD, versions[0], config, kv_of, steps=2),
+    lambda _: _engine(versions[0], _FORWARD, config),
     2,
     config=config,
     max_age=max_age,
+    steps=2,
   ) as pool:
     pool.submit(by_hand.requests_of(_PROMPTS))
     parts = []
@@ -190,7 +180,8 @@ def test_versions_reproduce_the_log_probs(max_age):
   assert (newest - oldest).max() <= max_age and newest.max() == 4
   for version, params in enumerate(versions):
     memory = rollout.Memory(
-      cache=jaxkv.init(cache_config), kv=kv_of(cache_config)
+      cache=jaxkv.init(cache_config),
+      kv=models.init_kv(DECODER, cache_config),
     )
     for row in range(0, 48, 2):
       start = int(results.prompt_lengths[row])
