@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import guides
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.service import programs
@@ -228,6 +227,11 @@ def test_scores_are_those_of_a_pass_without_a_cache(shared_engine):
     log_probs = np.asarray(_uncached(_params(0), row[None]))[0]
     expected = [log_probs[2 + i, token] for i, token in enumerate(completion)]
     np.testing.assert_allclose(values[: len(completion)], expected, atol=1e-4)
+  shared_engine.score([prompt] * 3, [completions] * 3)
+  with _no_compilation():
+    more = shared_engine.score([prompt, [9], prompt, prompt], [completions] * 4)
+  assert more.code.tolist() == [0] * 4 and more.log_probs.shape == (4, 2, 3)
+  np.testing.assert_allclose(more.log_probs[3], scored.log_probs[0], atol=1e-4)
 
 
 def test_a_state_that_was_read_stays_valid(shared_engine):
@@ -403,27 +407,6 @@ def test_branches_share_pages_and_continue_from_their_sequence(shared_engine):
   assert (last.tokens[0, :num_kept] == whole.tokens[0, :num_kept]).all()
   assert (last.log_probs[0, :num_kept] == whole.log_probs[0, :num_kept]).all()
   assert last.lengths[0] == num_kept + 3
-
-
-def _strings(*lists):
-  tokens = guides.token_bytes([bytes([65 + token]) for token in range(32)])
-  return rollout.stop_strings(list(lists), tokens)
-
-
-@pytest.mark.slow
-def test_other_stop_strings_are_not_ignored():
-  """Lists whose automata differ only in which strings end where."""
-  model = functools.partial(_model, config=_DECODER)
-  with rollout.Engine(_params(0), model, _CACHE, _CONFIG) as engine:
-    prompt = [5, 3, 5, 3, 1]
-    seeds = rollout.Sampling(seed=3)
-    plain = engine.generate([prompt], num_samples=1, sampling=seeds)
-    drawn = plain.results.tokens[0][plain.results.mask[0]]
-    text = "".join(chr(65 + token) for token in drawn)
-    for strings, length in (([text[:3]], 3), ([text[:3], text[:2]], 2)):
-      sampling = rollout.Sampling(seed=3, stop_strings=_strings(*strings))
-      out = engine.generate([prompt], num_samples=1, sampling=sampling)
-      assert out.results.mask.sum() == length
 
 
 def test_requests_get_the_default_of_the_engine(shared_engine):

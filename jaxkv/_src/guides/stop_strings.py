@@ -87,6 +87,28 @@ class StopStrings:
       self, start=indexing.take(self.start, jnp.asarray(lists))
     )
 
+  def string(self, start: int, index: int) -> bytes:
+    """Returns a stop string of a list, on the host.
+
+    Args:
+      start: the start state of the list.
+      index: the index of the string, which must have ended a sequence.
+    """
+    # The string leads to the nearest state that reports its index: longer paths
+    # to such a state end with the string.
+    next_states, ends = np.asarray(self.next), np.asarray(self.ends)
+    paths = {start: b""}
+    waiting = collections.deque([start])
+    while waiting:
+      state = waiting.popleft()
+      if ends[state] == index:
+        return paths[state]
+      for byte, target in enumerate(next_states[state].tolist()):
+        if target not in paths:
+          paths[target] = paths[state] + bytes([byte])
+          waiting.append(target)
+    raise ValueError(f"`index` must be that of a stop string, got {index}.")
+
   def advance(self, states: Array, numbers: Array) -> tuple[Array, Array]:
     """Reads one token in each of R sequences.
 

@@ -194,7 +194,7 @@ class Engine:
         max_new_tokens=max_new_tokens,
       )
       ended = [out for out in stream if isinstance(out, PromptSamples)]
-    return samples.with_texts(ended, len(prompts), self._reader.texts)
+    return samples.with_texts(ended, len(prompts), self._reader.texts, sampling)
 
   def stream(
     self,
@@ -387,7 +387,7 @@ class Engine:
   ) -> Any:
     """Computes log-probs of completions, see `jaxkv.rollout.score`.
 
-    Another number of prompts or completions compiles again.
+    Another number of completions of a prompt compiles again.
 
     Args:
       prompts: N prompts, as in `generate`.

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.sampling.settings import Sampling
 
 
 class Room(NamedTuple):
@@ -56,8 +58,9 @@ class Samples(NamedTuple):
     results: tokens, masks and log-probs for a loss, as NumPy arrays. With n
       samples of each prompt, sample g of prompt p has row p * n + g. The
       columns end with the longest sequence.
-    texts: for each prompt, the texts of its samples, without the prompt; None
-      if the engine has no tokenizer.
+    texts: for each prompt, the texts of its samples, without the prompt, and
+      without a stop string that ended them and what follows it in the same
+      token; None if the engine has no tokenizer.
   """
 
   results: Generated
@@ -68,6 +71,7 @@ def with_texts(
   ended: list[PromptSamples],
   num_prompts: int,
   read_texts: Callable[[list[np.ndarray]], list[str] | None],
+  sampling: Sampling | None,
 ) -> Samples:
   """Returns the samples of prompts in order, with texts of the new tokens."""
   results = joined(sorted(ended, key=lambda out: out.id))
@@ -75,6 +79,15 @@ def with_texts(
   texts = read_texts([tokens[mask] for tokens, mask in rows])
   if texts is None:
     return Samples(results, None)
+  strings = None if sampling is None else sampling.stop_strings
+  if strings is not None:
+    starts = strings.init(len(texts)).tolist()
+    ends = results.finish == Finish.STOP_STRING
+    for row in np.flatnonzero(ends).tolist():
+      string = strings.string(starts[row], int(results.stop[row]))
+      # Bytes that are not UTF-8 are in no text.
+      text, *_ = texts[row].split(string.decode("utf-8", "replace"), 1)
+      texts[row] = text
   count = len(texts) // num_prompts
   first_rows = range(0, len(texts), count)
   return Samples(results, [texts[row : row + count] for row in first_rows])

@@ -29,21 +29,36 @@ def score(
 
   `prompts` are the N prompts, int32[L] each, and `function` is the model.
   """
+  num_prompts = len(prompts)
   tokens, lengths = prompt_arrays.stacked(prompts)
-  answer_tokens, answer_lengths = stacked_groups(completions, len(prompts))
+  answer_tokens, answer_lengths = stacked_groups(completions, num_prompts)
   check_tokens(
     "completions", answer_tokens, answer_lengths, vocab_size=vocab_size
   )
   if "temperature" in options:
     options["temperature"] = as_temperature(options["temperature"])
-  groups = tokens, lengths, answer_tokens, answer_lengths
+  # Empty groups up to a power of two, so that all calls together compile few
+  # programs.
+  padding = prompt_arrays.power_of_two(num_prompts) - num_prompts
+
+  def padded(array: Any) -> Any:
+    widths = [(0, padding)] + [(0, 0)] * (np.ndim(array) - 1)
+    return np.pad(np.asarray(array), widths)
+
+  groups = map(padded, (tokens, lengths, answer_tokens, answer_lengths))
+  for name in ("salts", "extra"):
+    if options.get(name) is not None:
+      options[name] = jax.tree.map(padded, options[name])
   scored = held.update(
     programs.score, params, *groups, function=function, **options
   )
   longest = max(1, int(answer_lengths.max()))
-  return jax.tree.map(
-    lambda array: array[:, :, :longest] if array.ndim > 2 else array, scored
-  )
+
+  def own(array: np.ndarray) -> np.ndarray:
+    array = array[:num_prompts]
+    return array[:, :, :longest] if array.ndim > 2 else array
+
+  return jax.tree.map(own, scored)
 
 
 def stacked_groups(
