@@ -5,53 +5,68 @@ An `Engine` holds a model, a cache and compiled programs, and takes prompts:
   engine = rollout.Engine(params, model, cache)
   out = engine.generate(prompts, max_new_tokens=64)
 
-It is made of functions of a rollout's state, which can be called inside `jit`:
+It is made of functions of a rollout's state, which can be called inside `jit`.
+A first loop needs six names:
 
-| function | purpose |
+| name | purpose |
 |---|---|
+| `RolloutConfig` | static options |
+| `Sampling` | settings of each sequence |
+| `Requests` | prompts and their settings, for `init` and `submit` |
 | `init` | makes the state of a rollout of prompts |
 | `generate` | runs the loop until all sequences have ended, or to a limit |
+| `generated` | returns tokens, masks and log-probs |
+
+Engines and texts:
+
+| name | purpose |
+|---|---|
+| `Engine` | a rollout with its weights and programs |
 | `generate_texts` | continues a list of texts in one call |
-| `is_done` | reports whether all sequences have ended |
+| `Samples` | the result of `Engine.generate` and `generate_texts` |
+| `PromptSamples`, `NewTokens` | the results of `Engine.stream` |
+| `Room` | the result of `Engine.room` |
+
+Prompts that come and go, and agents:
+
+| name | purpose |
+|---|---|
 | `submit`, `harvest` | add prompts, and remove finished sequences |
+| `Until`, `is_done` | a limit for `generate`; reports whether all have ended |
 | `extend` | appends tokens of a tool or a user, and resumes sequences |
 | `branch` | copies sequences, which continue independently |
 | `abort`, `requeue` | end sequences, or put running ones back into the queue |
 | `export`, `import_sequences` | move sequences to another rollout |
-| `update_weights` | starts a new version of the weights |
-| `generated`, `grouped` | return tokens, masks and log-probs for a loss |
+| `Exported` | sequences between `export` and `import_sequences` |
+
+Training:
+
+| name | purpose |
+|---|---|
+| `grouped` | returns samples in groups of equal prompts for a loss |
 | `score` | computes log-probs of given completions |
-| `timeline` | returns the work of each slot in recent steps |
-| `check`, `check_invariants` | test the state's invariants |
+| `update_weights` | starts a new version of the weights |
+| `Generated`, `Harvested`, `Grouped`, `Scored` | results |
 
-Functions that make an argument:
+Settings and functions of yours:
 
-| function | result |
+| name | purpose |
 |---|---|
-| `stop_strings` | strings that end a sequence |
+| `stop_strings`, `StopStrings` | strings that end a sequence |
+| `LogitBias` | biases of tokens, a field of `Sampling` |
 | `jaxkv.guides.guide` | a `Process` that restricts texts to a grammar |
-
-Types:
-
-| type | purpose |
-|---|---|
-| `Engine` | a rollout with its weights and programs |
-| `RolloutConfig` | static options |
-| `Requests` | prompts and their settings, for `init` and `submit` |
-| `Sampling`, `LogitBias` | settings of each sequence |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
-| `StopStrings` | stop strings |
-| `Until` | a limit for `generate` |
+
+The state, and how to look at it:
+
+| name | purpose |
+|---|---|
 | `RolloutState` | the state: a queue, slots and memory |
 | `Slots`, `Memory`, `Records`, `Counters` | parts of `RolloutState` |
 | `SequenceStatus`, `Finish` | a sequence's status, and why it ended |
-| `Harvested`, `Generated`, `Grouped` | results |
-| `Exported` | sequences between `export` and `import_sequences` |
-| `Scored` | the result of `score` |
-| `Samples` | the result of `Engine.generate` and `generate_texts` |
-| `PromptSamples`, `NewTokens` | the results of `Engine.stream` |
-| `Room` | the result of `Engine.room` |
+| `timeline` | returns the work of each slot in recent steps |
 | `Timeline`, `Span` | the result of `timeline` |
+| `check`, `check_invariants` | test the state's invariants |
 
 `submit`, `harvest`, `extend`, `branch`, `abort`, `requeue`, `export` and
 `import_sequences` return the new state and an outcome with a `jaxkv.Status` for
