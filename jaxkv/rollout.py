@@ -56,6 +56,7 @@ Settings and functions of yours:
 | `LogitBias` | biases of tokens, a field of `Sampling` |
 | `jaxkv.guides.guide` | a `Process` that restricts texts to a grammar |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
+| `check_model` | compares a model of yours with its pass without a cache |
 
 The state, and how to look at it:
 
@@ -128,6 +129,7 @@ from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.statistics import Records
 from jaxkv._src.service.engine import Engine
+from jaxkv._src.service.model_check import check_model
 from jaxkv._src.service.samples import NewTokens
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Room
@@ -171,6 +173,7 @@ __all__ = [
   "branch",
   "check",
   "check_invariants",
+  "check_model",
   "export",
   "extend",
   "generate",

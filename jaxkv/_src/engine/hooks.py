@@ -49,7 +49,8 @@ class Model(Protocol):
   `jaxkv.kv`, and returns logits of the columns that need them. From the logits
   of all tokens, `logits[0].at[batch.columns].get(mode="clip")` selects them.
   `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`. If the
-  bound `config` has exact numerics, tokens are sampled with them, too.
+  bound `config` has exact numerics, tokens are sampled with them, too. Call
+  `check_model` once for a model of your own: most mistakes raise no error.
   """
 
   def __call__(
