@@ -82,6 +82,20 @@ def test_a_page_has_its_number_in_its_middle(state):
     assert any(abs(x - a) <= 1 and abs(y - b) <= 1 for a, b in middles)
 
 
+def test_the_rest_of_a_free_queue_is_below_its_pages():
+  config = jaxkv.CacheConfig(
+    num_pages=900, page_size=4, num_slots=1, pages_per_slot=8
+  )
+  root = xml.etree.ElementTree.fromstring(show(jaxkv.init(config)).svg)
+  texts = list(root.iter(f"{_SVG}text"))
+  (rest,) = [text for text in texts if "more" in text.text]
+  start = [text.text for text in texts].index("free queue")
+  heights = [
+    float(text.get("y")) for text in texts[start:] if text.text.isdigit()
+  ]
+  assert heights and float(rest.get("y")) > max(heights)
+
+
 def test_every_group_has_a_row():
   config = jaxkv.CacheConfig(
     num_pages=33,

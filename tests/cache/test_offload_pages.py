@@ -156,6 +156,33 @@ def test_every_move_matters(change):
     _serve(_sizes(13, 40), change)
 
 
+def test_a_page_is_restored_once_for_all_slots():
+  config = dataclasses.replace(_sizes(6, 8), num_slots=2)
+  state = jaxkv.init(config)
+  prompt = jnp.arange(10, 15, dtype=jnp.int32)
+  for tokens in (prompt, jnp.arange(20, 30, dtype=jnp.int32)):
+    count = jnp.asarray([tokens.size])
+    state, out = jaxkv.admit(state, jnp.asarray([0]), tokens[None], count)
+    assert out.ok.all()
+    state, _ = jaxkv.commit(state, tokens[None], count, slots=jnp.asarray([0]))
+    state, _ = jaxkv.free(state, slots=jnp.asarray([0]))
+  state, out = jaxkv.admit(
+    state,
+    jnp.asarray([0, 1]),
+    jnp.stack([prompt, prompt]),
+    jnp.asarray([5, 5]),
+  )
+  assert out.num_cached_tokens.tolist() == [4, 4]
+  pages = state.page_table[:, 0, :2]
+  assert (pages[0] == pages[1]).all() and int(
+    jaxkv.stats(state).restored_pages
+  ) == 2
+  assert state.pool.ref_count[pages[0]].tolist() == [2, 2]
+  jaxkv.check(state)
+  state, _ = jaxkv.free(state)
+  assert jaxkv.usage(state) == 0
+
+
 def test_pin_of_less_than_a_page():
   state = jaxkv.init(_sizes(9, 4))
   state, out = jaxkv.pin(state, [[1]], [1])

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec
 
 import jaxkv
 from jaxkv import kv as paged
@@ -237,6 +239,31 @@ def test_given_experts_in_numpy(name):
     for token, experts in zip(x[0], ids, strict=True)
   ]
   np.testing.assert_allclose(out[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_each_expert_runs_on_its_own_device():
+  mlp = models.Experts(num_experts=4, num_chosen=2, inner_dim=8)
+  rng = np.random.default_rng(4)
+  shapes = {"expert_gate": (4, 6, 8), "expert_up": (4, 6, 8)}
+  shapes |= {"expert_down": (4, 8, 6), "router": (6, 4)}
+  weights = {
+    name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    for name, shape in shapes.items()
+  }
+  x = jnp.asarray(rng.normal(size=(2, 5, 6)), jnp.float32)
+  expected, _ = mlps.mixture(x, weights, mlp)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  split = PartitionSpec("data")
+  specs = dict.fromkeys(weights, split) | {"router": PartitionSpec()}
+  out, _ = jax.shard_map(
+    functools.partial(mlps.mixture, axis="data", experts=mlp),
+    mesh=mesh,
+    in_specs=(split, specs),
+    out_specs=(split, split),
+  )(x, weights)
+  np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["latents"])

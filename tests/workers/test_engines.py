@@ -141,6 +141,21 @@ def test_new_weights_keep_the_dtypes_and_have_later_versions():
     engine.update_weights(weights, version=4)
 
 
+def test_prompts_with_old_tokens_are_dropped():
+  """The third prompt waits, so it has no token yet."""
+  engine = _by_hand(0)
+  prompts = by_hand.requests_of([by_hand.PROMPTS[1]] * 3)
+  engine.submit(prompts, ids=[6, 2, 4])
+  engine.step(3)
+  assert engine.update_weights(None, max_age=1) == []
+  assert engine.update_weights(None, max_age=1) == [2, 4]
+  assert engine.room().prompts == 5
+  while engine.step():
+    pass
+  (out,) = engine.harvest()
+  assert out.id == 6 and out.results.versions.max() == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "max_age", [0, pytest.param(1, marks=pytest.mark.deep)]

@@ -135,7 +135,7 @@ class LayerGroup:
     moved = 0
     if not is_new:
       moved = min(held, running) - (held - self.scratch)
-      moved = min(max(moved, 0), self.scratch)
+      moved = min(moved, self.scratch)
     return max(held, running) + moved, moved
 
   def published(
