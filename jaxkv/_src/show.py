@@ -261,10 +261,11 @@ class _Drawing:
     self.text(0, y, "free queue", bold=True)
     self.text(self.left - 0.3, y, arrow, anchor="end")
     self.draw_grid(pages[:_MAX_FREE], _QUEUE_SCALE)
-    note = "" if pages else "empty"
-    if len(pages) > _MAX_FREE:
-      note = f"and {len(pages) - _MAX_FREE} more"
-    self.text(self.left, self.bottom - 0.2, note, 0.3)
+    if not pages:
+      self.text(self.left, y, "empty", 0.3)
+    num_more = len(pages) - _MAX_FREE
+    if num_more > 0:
+      self.text(self.left, self.bottom + 0.2, f"and {num_more} more", 0.3)
     self.bottom += 0.5
 
   def draw_grid(self, pages: Sequence[int], scale: float) -> None:
