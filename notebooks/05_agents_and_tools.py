@@ -26,6 +26,7 @@
 # tokens are computed, and which are part of a loss.
 
 # %%
+import dataclasses
 import functools
 import itertools
 import json
@@ -440,6 +441,44 @@ raw = out.records.raw_log_probs[:, 1:]
 for version, weights in enumerate((params, new_params)):
   mask = out.versions[:, 1:] == version
   np.testing.assert_allclose(raw[mask], scores(weights, out)[mask], atol=1e-4)
+
+# %% [markdown]
+# ## The best of four
+#
+# An agent can also try four calls in each turn, and go on from the one whose
+# result is nearest to the target. `branch` copies a conversation that has
+# stopped. The copies keep its tokens and log-probabilities, share its full pages,
+# and have random keys of their own. They take the rows of one prompt, so the
+# queue gets the rows of four prompts without samples.
+
+# %%
+state = rollout.init(
+  jaxkv.init(sizes),
+  models.init_kv(decoder, sizes),
+  rollout.Requests(
+    *encode(prompts[:1] * TURNS),
+    num_samples=[4] + [0] * (TURNS - 1),
+    extra=keys.init(4 * TURNS, max_tokens=LIMIT),
+  ),
+  jax.random.key(5),
+  dataclasses.replace(config, num_samples=4),
+)
+target = int(re.search(r"\d+", prompts[0]).group())
+ids = np.arange(4)
+for turn in range(TURNS):
+  state = run(params, state, sequences=4 * (turn + 1))
+  out, texts = read(state)
+  rows = np.flatnonzero(np.isin(out.ids, ids))
+  misses = [abs(target - int(calculator(texts[row]))) for row in rows]
+  best = rows[np.argmin(misses)]
+  print(f"{texts[best]}{calculator(texts[best])}  misses", *sorted(misses))
+  if turn + 1 < TURNS:
+    state, copied = rollout.branch(state, out.ids[[best]], 4)
+    ids = int(copied.ids[0]) + np.arange(4)
+    state = answer(state, np.isin(read(state)[0].ids, ids))
+lengths, recomputed = out.lengths[best], int(state.counters.recomputed)
+print(f"{lengths} tokens in the end; {recomputed} of all computed twice")
+assert recomputed <= 4 * (TURNS - 1) * PAGE
 
 # %% [markdown]
 # ## Somebody hangs up
