@@ -88,7 +88,7 @@ def test_the_rest_of_a_free_queue_is_below_its_pages():
   )
   root = xml.etree.ElementTree.fromstring(show(jaxkv.init(config)).svg)
   texts = list(root.iter(f"{_SVG}text"))
-  (rest,) = [text for text in texts if "more" in text.text]
+  (rest,) = [text for text in texts if "more" in (text.text or "")]
   start = [text.text for text in texts].index("free queue")
   heights = [
     float(text.get("y")) for text in texts[start:] if text.text.isdigit()

@@ -17,9 +17,11 @@ _WEIGHTS = {"layer": np.arange(8, dtype=np.float32)}
 
 
 class _Worker(stub.StubWorker):
-  def update_weights(self, params, version, max_age):
+  def update_weights(self, params, *, version, max_age):
     np.testing.assert_array_equal(params["layer"], _WEIGHTS["layer"])
-    return super().update_weights(f"weights {version}", version, max_age)
+    return super().update_weights(
+      f"weights {version}", version=version, max_age=max_age
+    )
 
 
 class _Ray(types.ModuleType):

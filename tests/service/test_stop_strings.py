@@ -43,7 +43,9 @@ def test_texts_end_before_their_stop_string():
   """Those of the sample's own list; tokens and masks keep the string."""
   sampling = rollout.Sampling(seed=[3, 4])
   with _engine() as engine:
-    (plain,) = engine.generate(["FDFDB"], sampling=sampling).texts
+    texts = engine.generate(["FDFDB"], sampling=sampling).texts
+    assert texts is not None
+    (plain,) = texts
     strings = _strings([plain[0][2:4]], [plain[1][4:], plain[1][1:3]])
     sampling = rollout.Sampling(seed=[3, 4], stop_strings=strings)
     out = engine.generate(["FDFDB"], sampling=sampling)

@@ -238,8 +238,8 @@ def _drawn(
   assert raw is not None  # `config` requests them.
   rows = range(len(prompts))
   return _Sequences(
-    [results.tokens[row, : results.lengths[row]] for row in rows],
-    [raw[row][results.mask[row]] for row in rows],
+    [np.asarray(results.tokens)[row, : results.lengths[row]] for row in rows],
+    [np.asarray(raw)[row][results.mask[row]] for row in rows],
   )
 
 
