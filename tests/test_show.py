@@ -93,9 +93,9 @@ def test_the_rest_of_a_free_queue_is_below_its_pages():
   heights = [
     float(text.get("y")) for text in texts[start:] if text.text.isdigit()
   ]
-  *_, previous, last = sorted(set(heights))
+  *_, upper_y, lower_y = sorted(set(heights))
   # A row of pages ends in the middle between the numbers of two rows.
-  assert float(rest.get("y")) > last + (last - previous) / 2
+  assert float(rest.get("y")) > lower_y + (lower_y - upper_y) / 2
 
 
 def test_every_group_has_a_row():

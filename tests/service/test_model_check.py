@@ -24,12 +24,13 @@ def _uncached(decoder):
 
 
 def _check(model, decoder=_DECODER, **options):
+  if not isinstance(model, functools.partial):
+    options["init_kv"] = functools.partial(models.init_kv, decoder)
   rollout.check_model(
     models.init_params(jax.random.key(0), decoder),
     model,
     _uncached(decoder),
     models.cache_config(decoder, num_slots=3, max_length=24, page_size=4),
-    init_kv=functools.partial(models.init_kv, decoder),
     **options,
   )
 
@@ -85,6 +86,20 @@ def _with_views_of_others(params, batch, kv):
 def test_mistakes_are_named(model, reason):
   with pytest.raises(ValueError, match=reason):
     _check(model)
+
+
+@pytest.mark.slow
+def test_a_partial_that_differs_is_named():
+  """It has a memory of its own without `init_kv`, also where it is changed."""
+  layers = tuple(
+    dataclasses.replace(
+      layer, attention=dataclasses.replace(layer.attention, scale=3.0)
+    )
+    for layer in _DECODER.layers
+  )
+  wrong = _forward(dataclasses.replace(_DECODER, layers=layers))
+  with pytest.raises(ValueError, match="compare the weights, the scale"):
+    _check(wrong)
 
 
 @pytest.mark.slow

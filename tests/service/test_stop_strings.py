@@ -54,14 +54,27 @@ def test_texts_end_before_their_stop_string():
 
 
 @pytest.mark.slow
+def test_texts_keep_strings_that_did_not_end_them():
+  """Before `min_tokens`, a stop string ends nothing."""
+  with _engine() as engine:
+    plain = engine.generate(["FDFDB"], sampling=rollout.Sampling(seed=3)).texts
+    assert plain is not None
+    text = plain[0][0]
+    strings = _strings(*[list(set(text))] * 2)
+    sampling = rollout.Sampling(seed=3, stop_strings=strings, min_tokens=4)
+    out = engine.generate(["FDFDB"], sampling=sampling)
+    assert out.texts is not None and out.texts[0][0] == text[:4]
+
+
+@pytest.mark.slow
 def test_other_stop_strings_are_not_ignored():
   """Lists whose automata differ only in which strings end where."""
   with _engine() as engine:
     prompt = [5, 3, 5, 3, 1]
     seeds = rollout.Sampling(seed=3)
     plain = engine.generate([prompt], num_samples=1, sampling=seeds)
-    drawn = plain.results.tokens[0][plain.results.mask[0]]
-    text = "".join(chr(65 + token) for token in drawn)
+    new_tokens = plain.results.tokens[0][plain.results.mask[0]]
+    text = "".join(chr(65 + token) for token in new_tokens)
     for strings, length in (([text[:3]], 3), ([text[:3], text[:2]], 2)):
       sampling = rollout.Sampling(seed=3, stop_strings=_strings(*strings))
       out = engine.generate([prompt], num_samples=1, sampling=sampling)

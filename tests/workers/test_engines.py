@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import guides
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import workers
@@ -115,8 +116,8 @@ def test_samples_do_not_keep_the_results_of_other_prompts():
 
 
 def test_engines_with_other_weights_stop_a_pool():
-  def make(place):
-    return _by_hand(place, {"weight": jnp.full((2,), place, jnp.bfloat16)})
+  def make(seed):
+    return _by_hand(seed, {"weight": jnp.full((2,), seed, jnp.bfloat16)})
 
   with workers.Pool(make, 2, config=_CONFIG, steps=1) as pool:
     pool.submit(by_hand.requests_of(_PROMPTS))
@@ -154,6 +155,39 @@ def test_prompts_with_old_tokens_are_dropped():
     pass
   (out,) = engine.harvest()
   assert out.id == 6 and out.results.versions.max() == 2
+
+
+@pytest.mark.slow
+def test_sequences_with_stop_strings_move():
+  """To an engine with the same strings; another one refuses, unchanged."""
+  tokens = guides.token_bytes([bytes([65 + token]) for token in range(11)])
+  sampling = rollout.Sampling(
+    stop_strings=rollout.stop_strings(["CAB"], tokens)
+  )
+  source, target, new = map(_by_hand, range(3))
+  target.generate([[1]], sampling=sampling, max_new_tokens=1)
+  prompts = by_hand.requests_of(_PROMPTS[:3], sampling=sampling)
+  source.submit(prompts, ids=[10, 20, 30])
+  source.step(2)
+  exported = source.export()
+  with pytest.raises(ValueError, match="must have no stop strings for"):
+    new.import_sequences(exported)
+  assert target.import_sequences(exported) == [10, 20, 30]
+  assert target.import_sequences(exported) == []
+
+
+@pytest.mark.slow
+def test_lists_of_later_prompts_may_be_shorter():
+  def prompts(count, stops):
+    sampling = rollout.Sampling(stop_tokens=[stops] * 2 * count)
+    return by_hand.requests_of(_PROMPTS[:count], sampling=sampling)
+
+  with workers.Pool(_by_hand, 1, config=_CONFIG, steps=1) as pool:
+    ids = pool.submit(prompts(1, [4, 7, 8]))
+    ids += pool.submit(prompts(6, [4]))
+    with pytest.raises(ValueError, match="stop_tokens` must have at most 3"):
+      pool.submit(prompts(1, [4, 7, 8, 9]))
+    assert sorted(results_of(pool)) == ids
 
 
 @pytest.mark.slow

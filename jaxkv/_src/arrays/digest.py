@@ -26,6 +26,8 @@ def _digest(leaf: Array) -> Array:
   bits = leaf.reshape(-1)
   if bits.dtype == jnp.bool_:
     bits = bits.astype(jnp.uint8)
+  if bits.dtype in (jnp.int4, jnp.uint4):
+    bits = bits.astype(jnp.uint8)
   width = bits.dtype.itemsize
   # Bits are hashed, not values, because 0.0 == -0.0, and NaN != NaN.
   bits = jax.lax.bitcast_convert_type(

@@ -353,11 +353,24 @@ class HeldRollout:
   ) -> list[int]:
     """Adds the sequences of prompts; returns the prompts that entered."""
     queue = exported.queue
+    sampling = queue.sampling
+    if sampling.stop_strings is not None:
+      # The tables are not exported; the import compares their shapes.
+      own_strings = self.read().queue.sampling.stop_strings
+      if own_strings is None:
+        raise ValueError(
+          "`exported` must have no stop strings for an engine without them; "
+          "first `generate` a prompt with the same stop strings."
+        )
+      strings = dataclasses.replace(
+        own_strings, start=sampling.stop_strings.start
+      )
+      sampling = dataclasses.replace(sampling, stop_strings=strings)
     self._adopt_fields(
       Requests(
         queue.tokens,
         queue.prompt_length,
-        sampling=queue.sampling,
+        sampling=sampling,
         priority=queue.priority,
         salts=queue.salts,
         extra=queue.extra,

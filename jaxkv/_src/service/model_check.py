@@ -16,6 +16,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.kv.view import Batch
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.service import served_model
 from jaxkv._src.service.engine import Engine
 
 _LONGEST = 48
@@ -76,8 +77,8 @@ def check_model(
     cache: the sizes of a small cache with the groups of layers and the page
       size of the real one.
     init_kv: see `Engine`.
-    longest: the tokens of the longest sequence, more than a sliding window has;
-      None for at most 48.
+    longest: the tokens of the longest sequence, more than a page and a sliding
+      window have; None for 48 or three pages, or what a slot holds.
     tolerance: the largest difference of two log-probs; None for 0.001, or 0.1
       if the logits are 16-bit floats.
 
@@ -99,8 +100,12 @@ def check_model(
     ...   models.cache_config(decoder, num_slots=4, max_length=16),
     ... )
   """
-  most = min(cache.slot_tokens, _LONGEST)
-  longest = most if longest is None else as_count("longest", longest, 4)
+  page_size = cache.page_size
+  if longest is None:
+    longest = min(cache.slot_tokens, max(_LONGEST, 3 * page_size))
+  # A hit has a page, and sampled tokens follow prompts of several lengths.
+  longest = as_count("longest", longest, max(page_size, _NUM_PROMPTS) + 6)
+  init_kv = served_model.served(model, RolloutConfig(), init_kv).init_kv
   logits = jax.eval_shape(
     uncached, params, *(jax.ShapeDtypeStruct((1, 1), jnp.int32),) * 2
   )
@@ -202,11 +207,13 @@ def _scores(
   """Returns the log-probs of all but the first token, by call."""
   config = RolloutConfig(max_length=longest)
   chunk = max(longest // 3, 1)
+  # Prompts of a page, of which the last token is never part of a hit.
+  later_start = max(chunk, cache.page_size + 1)
   calls = []
   with Engine(params, model, cache, config, init_kv=init_kv) as engine:
     for call in range(num_calls):
       # Later calls begin with more tokens, which the first one has cached.
-      start = 1 if not call else chunk
+      start = 1 if not call else later_start
       scored = engine.score(
         [row[:start] for row in tokens],
         [[row[start:]] for row in tokens],

@@ -144,11 +144,15 @@ class PromptReader:
     )
     sampling = requests.sampling
     assert sampling is not None  # `as_requests` sets it.
-    if sampling.max_tokens is not None:
-      return requests
     num_rows = len(requests.lengths) * self.config.num_samples
-    limits = jnp.full((num_rows,), self.budget(None), jnp.int32)
-    sampling = dataclasses.replace(sampling, max_tokens=limits)
+    if sampling.max_tokens is None:
+      limits = jnp.full((num_rows,), self.budget(None), jnp.int32)
+      sampling = dataclasses.replace(sampling, max_tokens=limits)
+    if sampling.stop_tokens is None and self._model.stop_tokens:
+      stops = dataclasses.replace(
+        sampling, stop_tokens=list(self._model.stop_tokens)
+      )
+      sampling = as_sampling(stops, num_rows)
     return dataclasses.replace(requests, sampling=sampling)
 
   def budget(self, max_new_tokens: int | None) -> int:

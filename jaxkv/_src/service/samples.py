@@ -76,7 +76,8 @@ def with_texts(
   """Returns the samples of prompts in order, with texts of the new tokens."""
   results = joined(sorted(ended, key=lambda out: out.id))
   rows = zip(results.tokens, results.mask, strict=True)
-  texts = read_texts([tokens[mask] for tokens, mask in rows])
+  tokens = [row[mask] for row, mask in rows]
+  texts = read_texts(tokens)
   if texts is None:
     return Samples(results, None)
   strings = None if sampling is None else sampling.stop_strings
@@ -86,8 +87,13 @@ def with_texts(
     for row in np.flatnonzero(ends).tolist():
       string = strings.string(starts[row], int(results.stop[row]))
       # Bytes that are not UTF-8 are in no text.
-      text, *_ = texts[row].split(string.decode("utf-8", "replace"), 1)
-      texts[row] = text
+      text = string.decode("utf-8", "replace")
+      # It ends in the last token; earlier ones came before `min_tokens`.
+      *_, earlier = read_texts([tokens[row][:-1]]) or [""]
+      start = max(len(earlier) - len(text) + 1, 0)
+      end = texts[row].find(text, start)
+      if end >= 0:
+        texts[row] = texts[row][:end]
   count = len(texts) // num_prompts
   first_rows = range(0, len(texts), count)
   return Samples(results, [texts[row : row + count] for row in first_rows])

@@ -1,6 +1,7 @@
 """A pool of workers."""
 
 import collections
+import contextlib
 import itertools
 import logging
 import threading
@@ -25,6 +26,7 @@ from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join
+from jaxkv._src.workers.prompts import join_like
 from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
@@ -51,11 +53,9 @@ class Pool:
   Each worker is called from its own thread, so workers never wait for each
   other. Use the pool in a `with` statement, or call `close`.
 
-    make = lambda place: rollout.Engine(params, model, sizes, config)
     with workers.Pool(make, 4, config=config) as pool:
       pool.submit(requests)
-      for samples in pool.results():
-        ...
+      ended = list(pool.results())
   """
 
   def __init__(
@@ -77,10 +77,9 @@ class Pool:
       make: returns a new worker for a place (0, 1, ...), with the weights of
         version 0, and for the place of a worker that failed another one. With
         equal options and keys, a prompt gets the same samples on each worker;
-        with equal secrets, pages can move.
+        with equal secrets, pages can move. Only the pool may add sequences.
       count: the number of workers.
-      config: the options of the engines, of which the pool itself needs
-        `num_samples`.
+      config: the options of the engines; the pool needs `num_samples`.
       max_waiting: the maximum number of prompts that no worker has taken;
         `submit` blocks until there are fewer.
       max_age: a prompt runs again from its start if an unfinished sample has a
@@ -95,8 +94,7 @@ class Pool:
         doubles the pause. Other workers go on meanwhile. With the default
         values, the pool gives up a place after five minutes of pauses.
       max_retry_pause: the longest pause, in seconds.
-      steps: see `Engine.step`. Prompts enter and results leave only between two
-        calls.
+      steps: see `Engine.step`; prompts enter and leave between two calls.
 
     Raises:
       TypeError: `make` is not callable, `config` is not a `RolloutConfig`, or
@@ -123,7 +121,7 @@ class Pool:
     # The digest of the first worker's weights of version 0.
     self._digest: tuple[int, ...] | None = None
     # The first prompt, whose optional fields all others must have.
-    self._first: Requests | None = None
+    self._first: Any = None
     # The ids of prompts that have not ended.
     self._unfinished: set[int] = set()
     # Set when the pool is closed or has failed.
@@ -364,12 +362,12 @@ class Pool:
     with self._changed:
       self._digest = self._digest or digest
       # After an update, each worker gets the pool's weights first.
-      if self._version or digest == self._digest:
-        return
-    self._end(
-      "The pool has stopped: `make` must return workers with equal weights, "
-      f"got others in place {state.place}."
-    )
+      is_same = self._version > 0 or digest == self._digest
+    if not is_same:
+      self._end(
+        "The pool has stopped: `make` must return workers with equal weights, "
+        f"got others in place {state.place}."
+      )
 
   def _serve_once(self, state: WorkerState, worker: Worker) -> None:
     self._update(state, worker)
@@ -393,8 +391,7 @@ class Pool:
 
   def _update(self, state: WorkerState, worker: Worker) -> None:
     with self._changed:
-      params = self._params
-      version = self._version
+      params, version = self._params, self._version
     if state.version == version:
       return
     dropped = worker.update_weights(
@@ -457,10 +454,13 @@ class Pool:
       part = [p for p in prompts if p.exported is exported]
       ids = [prompt.id for prompt in part]
       if exported is not None and state.may_continue(exported, self._max_age):
-        entered.update(worker.import_sequences(exported, ids))
-        continue
+        # A new engine may lack stop strings; then prompts begin again.
+        with contextlib.suppress(ValueError):
+          entered.update(worker.import_sequences(exported, ids))
+          continue
       try:
-        out = worker.submit(join([p.requests for p in part]), ids=ids)
+        requests = join_like(part, self._first, self._config)
+        out = worker.submit(requests, ids=ids)
       except ValueError as error:
         if state.is_left_behind:
           raise

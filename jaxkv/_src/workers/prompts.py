@@ -74,6 +74,18 @@ def prefixes_of(prompt: Requests) -> tuple[int, ...]:
   return tuple(hashes)
 
 
+def join_like(
+  prompts: list[Prompt], first: Requests, config: RolloutConfig
+) -> Requests:
+  """Joins prompts, with lists of the sizes that those of `first` have.
+
+  An engine takes longer lists only while it has no sequences.
+  """
+  rows = np.arange(len(prompts))
+  joined = join([*(prompt.requests for prompt in prompts), first])
+  return take_prompts(joined, rows, config.num_samples)
+
+
 def join(prompts: list[Requests]) -> Requests:
   """Joins prompts from `split`; pads tokens and the lists of `Sampling`."""
 
@@ -114,9 +126,22 @@ def check_joinable(requests: Requests, first: Requests) -> None:
       f"`requests{name}` must {rule}, as in the first prompt of the pool, got "
       f"{presence}; give all prompts the same optional fields."
     )
+  assert requests.sampling is not None and first.sampling is not None
+  new_lists, first_lists = (
+    jax.tree_util.tree_leaves_with_path(
+      dataclasses.replace(sampling, stop_strings=None)
+    )
+    for sampling in (requests.sampling, first.sampling)
+  )
+  for (path, new), (_, old) in zip(new_lists, first_lists, strict=True):
+    if new.shape[1:] > old.shape[1:]:
+      raise ValueError(
+        f"`requests.sampling{jax.tree_util.keystr(path)}` must have at most "
+        f"{old.shape[1]} entries, as in the first prompt of the pool, got "
+        f"{new.shape[1]}; pad the lists of the first prompt with -1."
+      )
   origin = "in the first prompt of the pool"
   check_extra(requests.extra, first.extra, origin)
-  assert requests.sampling is not None and first.sampling is not None
   check_stop_strings(
     requests.sampling.stop_strings, first.sampling.stop_strings, origin
   )
