@@ -97,7 +97,7 @@ def check_model(
     ...   models.init_params(jax.random.key(0), decoder),
     ...   functools.partial(models.forward, config=decoder),
     ...   functools.partial(models.forward_uncached, config=decoder),
-    ...   models.cache_config(decoder, num_slots=4, max_length=16),
+    ...   models.cache_config(decoder, num_slots=4, max_length=48),
     ... )
   """
   page_size = cache.page_size
