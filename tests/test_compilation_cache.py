@@ -44,7 +44,7 @@ def test_later_processes_find_the_programs(tmp_path):
 
 
 def test_the_default_folder(tmp_path):
-  """That of JAX if it has one, else one of this library."""
+  """JAX's folder comes first, then one of this library."""
   chosen = str(tmp_path / "chosen")
   assert _run(JAX_COMPILATION_CACHE_DIR=chosen)[0] == chosen
   folder = str(tmp_path / "programs")

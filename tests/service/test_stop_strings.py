@@ -40,7 +40,7 @@ def _strings(*lists):
 
 @pytest.mark.slow
 def test_texts_end_before_their_stop_string():
-  """Those of the sample's own list; tokens and masks keep the string."""
+  """The strings are the sample's own; tokens and masks keep them."""
   sampling = rollout.Sampling(seed=[3, 4])
   with _engine() as engine:
     texts = engine.generate(["FDFDB"], sampling=sampling).texts

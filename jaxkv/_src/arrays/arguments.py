@@ -105,6 +105,16 @@ def _static(value: Any) -> str:
   return f"{value!r} of type {type(value).__name__}"
 
 
+def as_seconds(name: str, value: Any) -> float:
+  """Returns a time as a float, which a thread can wait for."""
+  if not is_number(value):
+    refuse(TypeError, name, "a number of seconds", value)
+  if not 0 <= value <= threading.TIMEOUT_MAX:
+    requirement = f"at least 0 and at most {threading.TIMEOUT_MAX:g}"
+    refuse(ValueError, name, f"a number of seconds, {requirement}", value)
+  return float(value)
+
+
 def is_number(value: Any) -> bool:
   """Returns True for a real number or a scalar array of real dtype."""
   if isinstance(value, int | float) and not isinstance(value, bool):
@@ -388,13 +398,3 @@ _TRAILING_AXES: dict[str, Shape] = {
   "shared_tokens": (2,),
 }
 """The axes after the first, of arguments that have more than one axis."""
-
-
-def as_seconds(name: str, value: Any) -> float:
-  """Returns a time as a float, which a thread can wait for."""
-  if not is_number(value):
-    refuse(TypeError, name, "a number of seconds", value)
-  if not 0 <= value <= threading.TIMEOUT_MAX:
-    requirement = f"at least 0 and at most {threading.TIMEOUT_MAX:g}"
-    refuse(ValueError, name, f"a number of seconds, {requirement}", value)
-  return float(value)

@@ -24,9 +24,7 @@ def _digest(leaf: Array) -> Array:
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.random.key_data(leaf)
   bits = leaf.reshape(-1)
-  if bits.dtype == jnp.bool_:
-    bits = bits.astype(jnp.uint8)
-  if bits.dtype in (jnp.int4, jnp.uint4):
+  if bits.dtype in (jnp.bool_, jnp.int4, jnp.uint4):
     bits = bits.astype(jnp.uint8)
   width = bits.dtype.itemsize
   # Bits are hashed, not values, because 0.0 == -0.0, and NaN != NaN.

@@ -370,10 +370,10 @@ class Engine:
     """
     with self._held.lock:
       self._held.read()
-      least = self._held.version + 1
-      version = (
-        least if version is None else as_count("version", version, least)
-      )
+      next_version = self._held.version + 1
+      if version is None:
+        version = next_version
+      version = as_count("version", version, next_version)
       placed_params = served_model.placed(params, self._params)
       dropped = self._held.update_weights(policy, version, max_age)
       self._params = placed_params

@@ -16,6 +16,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.kv.view import Batch
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service import served_model
 from jaxkv._src.service.engine import Engine
 
@@ -36,7 +37,7 @@ class _Sequences(NamedTuple):
 
 
 class _Case(NamedTuple):
-  """The way in which an engine computes sequences.
+  """A comparison of log-probs that an engine computed in one way.
 
   Attributes:
     name: a name for the error.
@@ -135,14 +136,14 @@ def check_model(
   if not wrong:
     return
   reason = _reason(model, sequences, in_chunks, scores, read, tolerance)
-  found = ", ".join(
+  differences = ", ".join(
     f"{case.num_wrong} of {case.num_tokens} {case.name} (by up to "
     f"{case.largest:.3g})"
     for case in wrong
   )
   raise ValueError(
-    f"`model` must compute the log-probs of `uncached`, got others for {found};"
-    f" {reason}"
+    f"`model` must compute the log-probs of `uncached`, got others for "
+    f"{differences}; {reason}"
   )
 
 
@@ -260,11 +261,8 @@ def _log_probs(
 
   Positions are multiplied by `scale`.
   """
-  longest = max(map(len, rows))
-  tokens = np.zeros((len(rows), longest), np.int32)
-  for padded_row, row in zip(tokens, rows, strict=True):
-    padded_row[: len(row)] = row
-  positions = scale * np.arange(longest, dtype=np.int32)
+  tokens, _ = prompt_arrays.stacked(rows, rounds_up=False)
+  positions = scale * np.arange(tokens.shape[1], dtype=np.int32)
   positions = np.broadcast_to(positions, tokens.shape)
   logits = jnp.asarray(uncached(params, tokens, positions), jnp.float32)
   log_probs = jax.nn.log_softmax(logits[:, :-1])

@@ -71,10 +71,7 @@ class PromptReader:
     settings = dataclasses.replace(
       settings, max_tokens=jnp.minimum(limits, budget)
     )
-    if settings.stop_tokens is None and self._model.stop_tokens:
-      settings = dataclasses.replace(
-        settings, stop_tokens=list(self._model.stop_tokens)
-      )
+    settings = self._with_stop_tokens(settings)
     return prompt_arrays.requests_of(
       rows, self.config, sampling=settings, num_samples=num_samples
     )
@@ -148,12 +145,15 @@ class PromptReader:
     if sampling.max_tokens is None:
       limits = jnp.full((num_rows,), self.budget(None), jnp.int32)
       sampling = dataclasses.replace(sampling, max_tokens=limits)
-    if sampling.stop_tokens is None and self._model.stop_tokens:
-      stops = dataclasses.replace(
-        sampling, stop_tokens=list(self._model.stop_tokens)
-      )
-      sampling = as_sampling(stops, num_rows)
+    sampling = as_sampling(self._with_stop_tokens(sampling), num_rows)
     return dataclasses.replace(requests, sampling=sampling)
+
+  def _with_stop_tokens(self, sampling: Sampling) -> Sampling:
+    """Returns settings with the model's stop tokens, if they have none."""
+    if sampling.stop_tokens is not None or not self._model.stop_tokens:
+      return sampling
+    stop_tokens = list(self._model.stop_tokens)
+    return dataclasses.replace(sampling, stop_tokens=stop_tokens)
 
   def budget(self, max_new_tokens: int | None) -> int:
     """Returns the number of tokens to generate, at most W - 1."""

@@ -1,5 +1,6 @@
 """The room of an engine, and its results as NumPy arrays."""
 
+import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -80,23 +81,31 @@ def with_texts(
   texts = read_texts(tokens)
   if texts is None:
     return Samples(results, None)
-  strings = None if sampling is None else sampling.stop_strings
-  if strings is not None:
-    starts = strings.init(len(texts)).tolist()
-    ends = results.finish == Finish.STOP_STRING
-    for row in np.flatnonzero(ends).tolist():
-      string = strings.string(starts[row], int(results.stop[row]))
-      # Bytes that are not UTF-8 are in no text.
-      text = string.decode("utf-8", "replace")
-      # It ends in the last token; earlier ones came before `min_tokens`.
-      *_, earlier = read_texts([tokens[row][:-1]]) or [""]
-      start = max(len(earlier) - len(text) + 1, 0)
-      end = texts[row].find(text, start)
-      if end >= 0:
-        texts[row] = texts[row][:end]
+  if sampling is not None and sampling.stop_strings is not None:
+    stopped_rows = np.flatnonzero(results.finish == Finish.STOP_STRING).tolist()
+    earlier_texts = read_texts([tokens[row][:-1] for row in stopped_rows]) or []
+    starts = sampling.stop_strings.init(len(texts)).tolist()
+    # Most samples end at one of few strings.
+    read_string = functools.cache(sampling.stop_strings.string)
+    for row, earlier_text in zip(stopped_rows, earlier_texts, strict=True):
+      string = read_string(starts[row], int(results.stop[row]))
+      texts[row] = _cut(texts[row], string, len(earlier_text))
   count = len(texts) // num_prompts
   first_rows = range(0, len(texts), count)
   return Samples(results, [texts[row : row + count] for row in first_rows])
+
+
+def _cut(text: str, string: bytes, num_earlier: int) -> str:
+  """Cuts a text at the stop string that its last token completed.
+
+  `num_earlier` is the length of the text without its last token.
+  """
+  # Bytes that are not UTF-8 are in no text.
+  string_text = string.decode("utf-8", "replace")
+  # An earlier occurrence ended nothing, because of `min_tokens`.
+  first_column = max(num_earlier - len(string_text) + 1, 0)
+  column = text.find(string_text, first_column)
+  return text if column < 0 else text[:column]
 
 
 def split(results: Generated, num_samples: int) -> list[PromptSamples]:

@@ -358,10 +358,10 @@ class Pool:
 
   def _check_weights(self, state: WorkerState, worker: Worker) -> None:
     """Stops the pool unless a new worker has the weights of the first one."""
-    digest = worker.weights_digest()
+    # After an update, each worker gets the pool's weights first.
+    digest = None if self._version else worker.weights_digest()
     with self._changed:
       self._digest = self._digest or digest
-      # After an update, each worker gets the pool's weights first.
       is_same = self._version > 0 or digest == self._digest
     if not is_same:
       self._end(
