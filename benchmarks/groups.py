@@ -160,12 +160,13 @@ def _score_rows(work: Work, rounds: int) -> Iterator[Row]:
   }
   samples, results = rows.alternated(calls, rounds)
   computed = {
-    side: int(scored.computed_tokens.sum())
-    for side, (_, scored) in results.items()
+    side: int(scored.computed_tokens) for side, (_, scored) in results.items()
   }
   name = f"{work.prompt} + {work.samples} x {work.answer}"
   new = work.samples * work.answer
   bound = work.prompt - 1 + new
+  # Each further completion computes the tokens after the last full page again.
+  bound += (work.samples - 1) * ((work.prompt - 1) % _PAGE)
   yield rows.at_most(name, "group: rows, P - 1 + G R", computed["group"], bound)
   bound = _PAGE + new
   yield rows.at_most(

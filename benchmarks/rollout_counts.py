@@ -46,10 +46,10 @@ class Run(NamedTuple):
   @property
   def cost(self) -> int:
     """The roofline time in rows, at least `ideal.RIDGE` for each call."""
-    widths = schedule.widths(self.end.config)
+    widths = schedule.widths(self.end.config, records=False)
     calls = np.asarray(self.end.counters.calls).tolist()
     return sum(
-      count * max(self.work.slots + sum(width), ideal.RIDGE)
+      count * max(self.work.slots + width.columns, ideal.RIDGE)
       for count, width in zip(calls, widths, strict=True)
     )
 

@@ -117,7 +117,7 @@ class Job:
   def steps(self) -> Iterator[Row]:
     """Times single steps, by number of columns."""
     state = self._initial_state()
-    widths = schedule.widths(state.config)
+    widths = schedule.widths(state.config, records=False)
     old_calls = np.asarray(state.counters.calls)
     samples: dict[schedule.Width, list[float]] = {width: [] for width in widths}
     for _ in range(self._single_steps):

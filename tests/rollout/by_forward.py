@@ -126,11 +126,19 @@ def check_scored(
   np.testing.assert_allclose(scored.log_probs, expected, atol=1e-5)
 
 
-def rows_to_compute(groups: Groups, cached) -> list[int]:
-  """Returns the tokens to compute: a prompt once, and each completion."""
-  num_completion_tokens = groups.lengths.sum(axis=1)
-  prompt = np.where(num_completion_tokens > 0, groups.prompt_lengths - 1, 0)
-  return (prompt - np.asarray(cached) + num_completion_tokens).tolist()
+def rows_to_compute(groups: Groups, cached, page_size=SIZES.page_size) -> int:
+  """Returns the tokens to compute, if `cached` ones of each prompt are found.
+
+  Each further completion of a prompt finds its full pages.
+  """
+  num_tokens = 0
+  for prompt_length, lengths, num_found in zip(
+    groups.prompt_lengths.tolist(), groups.lengths.tolist(), cached, strict=True
+  ):
+    for length in filter(None, lengths):
+      num_tokens += prompt_length - 1 - num_found + length
+      num_found = (prompt_length - 1) // page_size * page_size
+  return num_tokens
 
 
 def pages_held(state: rollout.Memory) -> int:

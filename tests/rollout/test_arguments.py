@@ -19,7 +19,6 @@ from tests.tools.compiled_programs import num_compiled
 _VOCABULARY = 7
 _FIELDS = (
   "num_samples",
-  "max_new_tokens",
   "prefill_chunk",
   "admissions",
   "window",
@@ -75,7 +74,11 @@ class TestConfig:
     with pytest.raises(ValueError, match=message):
       rollout.RolloutConfig(**{name: value})
 
-  @pytest.mark.parametrize("name", (*_FIELDS, "stop_token"))
+  def test_requests_of_no_tokens_need_log_probs(self):
+    with pytest.raises(ValueError, match="without `log_probs_from`, got 0"):
+      _begin(max_new_tokens=0)
+
+  @pytest.mark.parametrize("name", (*_FIELDS, "max_new_tokens", "stop_token"))
   @pytest.mark.parametrize("value", [1.5, 4.0, True, (1, 2), "3", None])
   def test_types_other_than_int_are_refused(self, name, value):
     with pytest.raises(TypeError, match=rf"{name}` must be an int, got .*type"):

@@ -181,7 +181,6 @@ def test_records_are_of_the_unfiltered_distribution(decode_steps):
     max_new_tokens=6,
     prefill_chunk=4,
     raw_log_probs=True,
-    prompt_log_probs=True,
     entropy=True,
     top_log_probs=3,
     decode_steps=decode_steps,
@@ -191,7 +190,7 @@ def test_records_are_of_the_unfiltered_distribution(decode_steps):
   sampling = rollout.Sampling(
     temperature=0.7, top_k=9, frequency_penalty=0.8, logit_bias={3: 2.0}
   )
-  state = _begun(prompts, config, sampling, slots=3)
+  state = _begun(prompts, config, sampling, slots=3, log_probs_from=[1] * 4)
   params = _table(vocab_size)
   state = _program()(params, state)
   assert int(state.counters.forked) > 0
@@ -208,18 +207,21 @@ def test_records_are_of_the_unfiltered_distribution(decode_steps):
   np.testing.assert_allclose(
     out.records.raw_log_probs[:, 1:], np.where(inside, log_probs, 0), atol=2e-5
   )
-  is_sampled = out.mask[:, 1:]
+  is_given = inside & ~out.mask[:, 1:]
+  np.testing.assert_array_equal(
+    out.log_probs[:, 1:][is_given], out.records.raw_log_probs[:, 1:][is_given]
+  )
   entropy = -(np.exp(scores) * scores).sum(axis=-1)
   np.testing.assert_allclose(
-    out.records.entropy[:, 1:], np.where(is_sampled, entropy, 0), atol=2e-5
+    out.records.entropy[:, 1:], np.where(inside, entropy, 0), atol=2e-5
   )
   best = np.argsort(-scores, axis=-1, kind="stable")[..., :3]
   np.testing.assert_array_equal(
-    out.records.top_tokens[:, 1:][is_sampled], best[is_sampled]
+    out.records.top_tokens[:, 1:][inside], best[inside]
   )
   np.testing.assert_allclose(
-    out.records.top_log_probs[:, 1:][is_sampled],
-    np.take_along_axis(scores, best, axis=-1)[is_sampled],
+    out.records.top_log_probs[:, 1:][inside],
+    np.take_along_axis(scores, best, axis=-1)[inside],
     atol=2e-5,
   )
   assert np.all(out.log_probs[out.mask] != out.records.raw_log_probs[out.mask])

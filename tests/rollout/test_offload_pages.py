@@ -167,7 +167,7 @@ def test_score_restores_prompts():
     assert scored.ok.all()
     runs.append(scored)
   np.testing.assert_array_equal(runs[0].log_probs, runs[1].log_probs)
-  np.testing.assert_array_equal(runs[0].cached_tokens, runs[1].cached_tokens)
+  assert int(runs[0].computed_tokens) == int(runs[1].computed_tokens)
   assert int(jaxkv.stats(memory.cache).restored_pages) > 0
 
 

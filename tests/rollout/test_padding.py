@@ -48,14 +48,15 @@ def test_log_probs_of_prompts():
     num_samples=2,
     prefill_chunk=64,
     raw_log_probs=True,
-    prompt_log_probs=True,
   )
   random = np.random.default_rng(1)
   prompts = [
     random.integers(0, by_hand.VOCABULARY, length).tolist()
     for length in random.integers(2, 10, 60)
   ]
-  state = by_hand.begun(by_hand.sizes(200, _SLOTS), config, prompts)
+  state = by_hand.begun(
+    by_hand.sizes(200, _SLOTS), config, prompts, log_probs_from=[1] * 60
+  )
   queue = by_hand.program()(state, 0.0).queue
   log_probs = np.asarray(queue.records.raw_log_probs)
   for row, prompt in enumerate(prompts):

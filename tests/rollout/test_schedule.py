@@ -20,16 +20,26 @@ def _scheduled(missing, turns, prefill_columns) -> schedule.Work:
 )
 def test_widths_of_prefill(chunk, prefill_columns):
   config = rollout.RolloutConfig(prefill_chunk=chunk)
-  assert schedule.widths(config) == tuple((0, n) for n in prefill_columns)
+  expected = tuple((0, n, False) for n in prefill_columns)
+  assert schedule.widths(config, records=False) == expected
 
 
 def test_widths_with_drafts():
   config = rollout.RolloutConfig(
     prefill_chunk=4, draft_tokens=3, draft_columns=32
   )
-  assert schedule.widths(config) == (
-    (0, 0), (0, 4), (8, 0), (8, 4), (32, 0), (32, 4),
-  )  # fmt: skip
+  widths = [(0, 0), (0, 4), (8, 0), (8, 4), (32, 0), (32, 4)]
+  widths = tuple((*columns, False) for columns in widths)
+  assert schedule.widths(config, records=False) == widths
+
+
+def test_widths_that_record_log_probs():
+  """Chunks exist with the logits of all columns, and with the last ones."""
+  config = rollout.RolloutConfig(prefill_chunk=256)
+  expected = (0, 0, True), (0, 256, False), (0, 256, True)
+  assert schedule.widths(config, records=True) == expected
+  config = rollout.RolloutConfig(prefill_chunk=256, max_new_tokens=0)
+  assert schedule.widths(config, records=True) == expected[1:]
 
 
 def test_drafts_are_granted_by_slot():

@@ -49,18 +49,15 @@ def test_log_probs_equal_a_forward_pass(name):
   state, scored = program(params, fresh(name), *GROUPS)
   check_scored(scored, params, GROUPS, name)
   assert scored.code.tolist() == [jaxkv.Status.OK] * 3
-  assert scored.cached_tokens.tolist() == [0, 0, 0]
-  assert scored.computed_tokens.tolist() == rows_to_compute(GROUPS, [0, 0, 0])
+  assert int(scored.computed_tokens) == rows_to_compute(GROUPS, [0, 0, 0])
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
   state, scored = program(params, state, *GROUPS)
   check_scored(scored, params, GROUPS, name)
-  assert scored.cached_tokens.tolist() == [8, 0, 0]
-  assert scored.computed_tokens.tolist() == rows_to_compute(GROUPS, [8, 0, 0])
+  assert int(scored.computed_tokens) == rows_to_compute(GROUPS, [8, 0, 0])
   longer = GROUPS._replace(prompt_lengths=np.asarray([13, 1, 8], np.int32))
   state, scored = program(params, state, *longer)
   check_scored(scored, params, longer, name)
-  assert scored.cached_tokens.tolist() == [12, 0, 0]
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
 
@@ -111,8 +108,7 @@ def test_groups_of_one_completion():
   check_scored(scored, params, groups)
   # The second and the third completion of a prompt find its full pages.
   cached = [0, 8, 8, 0, 0, 0, 0, 0, 0]
-  assert scored.cached_tokens.tolist() == cached
-  assert scored.computed_tokens.tolist() == rows_to_compute(groups, cached)
+  assert int(scored.computed_tokens) == rows_to_compute(groups, cached)
   assert pages_held(state) == 0
 
 
@@ -265,7 +261,6 @@ class TestWeights:
     new_params = weights(seed=1)
     state, scored = compiled()(new_params, state, *groups)
     check_scored(scored, new_params, groups)
-    assert scored.cached_tokens.tolist() == [0, 0, 0]
     # A new rollout of the same weights finds what was computed here.
     new_state = _begun(1, state.memory.cache, state.memory.kv)
     end_state = _generate()(new_params, new_state)
@@ -280,20 +275,9 @@ class TestWeights:
     _, scored = compiled()(weights(), state, *GROUPS, version=1)
     assert set(scored.code.tolist()) == {jaxkv.Status.STALE}
     check_scored(scored, weights(), GROUPS, rows=[False, False, False])
-    assert not np.any(scored.computed_tokens)
+    assert int(scored.computed_tokens) == 0
     _, scored = compiled()(weights(), state, *GROUPS, version=0)
     assert np.all(scored.ok)
-
-
-def test_several_models():
-  """A policy and its reference, in two memories."""
-  params = weights(), weights(seed=1)
-  states, scored = compiled()(
-    params, (_generate()(params[0], _begun()), fresh()), *GROUPS
-  )
-  assert isinstance(states[0], rollout.RolloutState)
-  for model_params, out in zip(params, scored, strict=True):
-    check_scored(out, model_params, GROUPS)
 
 
 def test_different_salts_share_no_page():
@@ -302,7 +286,6 @@ def test_different_salts_share_no_page():
   params = weights()
   state, scored = compiled()(params, fresh(), *groups, salts=salts)
   check_scored(scored, params, groups)
-  assert scored.cached_tokens.tolist() == [0, 0, 8]
   jaxkv.check(state.cache)
 
 
@@ -315,14 +298,16 @@ def test_score_inside_shard_map():
   model = functools.partial(models.forward, config=MODELS["llama"])
 
   def score(params, *groups):
-    state, scored = rollout.score(
+    _, scored = rollout.score(
       params, fresh(), *groups, model=model, chunk=CHUNK
     )
-    return scored, state.cache.stats.hit_tokens[None]
+    # A mesh axis for the count, which is no array of groups.
+    num_computed = scored.computed_tokens[None]
+    return dataclasses.replace(scored, computed_tokens=num_computed)
 
   groups = Groups(*(np.concatenate([x, x[:1]]) for x in GROUPS))
   params = weights()
-  scored, hits = jax.jit(
+  scored = jax.jit(
     jax.shard_map(
       score,
       mesh=mesh,
@@ -331,10 +316,9 @@ def test_score_inside_shard_map():
     )
   )(params, *groups)
   check_scored(scored, params, groups)
-  assert scored.computed_tokens.tolist() == rows_to_compute(
-    groups, [0, 0, 0, 0]
-  )
-  assert hits.tolist() == [0, 0]
+  halves = (Groups(*(x[n : n + 2] for x in groups)) for n in (0, 2))
+  expected = [rows_to_compute(half, [0, 0]) for half in halves]
+  assert scored.computed_tokens.tolist() == expected
 
 
 def test_scarce_pages_recompute_the_prompt():
@@ -354,8 +338,9 @@ def test_scarce_pages_recompute_the_prompt():
   codes = [jaxkv.Status.OK, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK]
   assert scored.code.tolist() == codes
   check_scored(scored, params, groups, rows=[True, False, True])
-  assert scored.cached_tokens.tolist()[0] == 2 * 4
-  assert scored.computed_tokens.tolist()[0] == 7 + 2 * 3 + 15
+  # The second group computes nine tokens, and then lacks a page.
+  num_first = 7 + 2 * 3 + 15
+  assert int(scored.computed_tokens) >= num_first + 7 + 5
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
 

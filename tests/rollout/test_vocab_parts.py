@@ -71,13 +71,16 @@ def test_rollouts_gather_no_logits(data, parts):
   decoder = dataclasses.replace(
     recipes.LLAMA, vocab_size=4096, tied_embeddings=data > 0
   )
-  options = _OPTIONS | {"unfiltered_log_probs": True, "prompt_log_probs": True}
+  options = _OPTIONS | {"unfiltered_log_probs": True}
   sampling = rollout.Sampling(
     **{"temperature": [0.0, 0.7] * 16, "top_k": 60, "top_p": 0.9},
     **{"presence_penalty": 0.1, "frequency_penalty": 0.2, "min_tokens": 2},
     **{"logit_bias": {5: 3.0, 7: -np.inf}, "bad_words": [[9], [4, 5]]},
   )
-  requests = dataclasses.replace(names["requests"], sampling=sampling)
+  requests = names["requests"]
+  requests = dataclasses.replace(
+    requests, sampling=sampling, log_probs_from=np.ones_like(requests.lengths)
+  )
   names |= {
     "model": functools.partial(models.forward, config=decoder),
     "params": models.init_params(jax.random.key(0), decoder),
@@ -97,7 +100,6 @@ def test_rollouts_gather_no_logits(data, parts):
   results = sharding.generated(compiled(names["params"], state), axes=axes)
   recipes.assert_equal_results(results, expected)
   for name in options:
-    if name != "prompt_log_probs":
-      actual = getattr(results.records, name)[: len(expected.lengths)]
-      whole = getattr(expected.records, name)
-      np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=1e-5)
+    actual = getattr(results.records, name)[: len(expected.lengths)]
+    whole = getattr(expected.records, name)
+    np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=1e-5)

@@ -32,6 +32,7 @@ from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.shared_states import shared_states
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import given_tokens
 from jaxkv._src.engine.slots import prompt_rest
 
 
@@ -79,41 +80,34 @@ def first_candidates(
   slots: Slots,
   cache: CacheState,
   config: RolloutConfig,
-  *,
-  is_scoring: bool,
 ) -> Candidates:
   """Returns the first waiting sequences and their cached prefixes."""
   window = min(config.window, queue.size)
   waits = queue.status == SequenceStatus.WAITING
   positions = first_of(waits[queue.order], window)
   rows = indexing.take(queue.order, positions, fill=queue.no_row)
-  if is_scoring:
-    # Only one prompt at a time, because samples of others could take its slots.
-    group = rows // config.num_samples
-    rows = jnp.where(group == group[0], rows, queue.no_row)
   valid = rows < queue.no_row
-  length = indexing.take(queue.length, rows)
   no_pair = jnp.zeros((window, window), bool)
   siblings = no_pair
   leader = jnp.full_like(rows, slots.no_slot)
   if config.num_samples > 1:
-    siblings, leader = _siblings(
-      queue, slots, cache, rows, config, is_scoring=is_scoring
-    )
+    siblings, leader = _siblings(queue, slots, cache, rows, config)
   # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
-  max_hit = length
-  scored_heads = jnp.zeros((window, 2), jnp.int32)
-  computed = indexing.take(queue.computed, rows)
-  # A cached token has no logits. So a hit ends before the first token whose
-  # logits give a log-prob that is not recorded yet.
-  if config.prompt_log_probs:
-    max_hit = jnp.minimum(length, computed + 1)
-  if is_scoring:
-    prompt_length = indexing.take(queue.prompt_length, rows)
-    max_hit = jnp.minimum(length, jnp.maximum(computed + 1, prompt_length))
-    # Of a prompt that is scored again, only the answers are computed.
-    scored_heads += jnp.maximum(max_hit - 1, 0)[:, None]
+  max_hit = given_tokens(queue, rows)
+  shared_tokens = jnp.zeros((window, 2), jnp.int32)
+  if queue.log_probs_from is not None:
+    # A cached token has no logits. So a hit ends before the first token whose
+    # logits give a log-prob that is not recorded yet.
+    first_recorded = indexing.take(queue.log_probs_from, rows)
+    num_computed = indexing.take(queue.computed, rows)
+    max_hit = jnp.minimum(
+      max_hit, jnp.maximum(num_computed + 1, first_recorded)
+    )
+    # The state before this token is kept, for a later call that scores others.
+    is_recorded = first_recorded < indexing.take(queue.length, rows)
+    head = jnp.where(is_recorded, jnp.maximum(max_hit - 1, 0), 0)
+    shared_tokens += head[:, None]
   salts = queue.salts
   if salts is not None:
     salts = indexing.take(salts, rows)
@@ -129,11 +123,7 @@ def first_candidates(
   )
   is_blocked = jnp.zeros_like(valid)
   needs_page_of = no_pair
-  shared_tokens = scored_heads
-  # With `prompt_log_probs`, a sequence hits no page that another one computes.
-  if (
-    page_keys is not None and page_keys.shape[1] and not config.prompt_log_probs
-  ):
+  if page_keys is not None and page_keys.shape[1]:
     max_hit = jnp.where(is_hashed, max_hit, 0)
     num_cached = prefixes.num_cached_tokens
     if cache.config.state_retention is None:
@@ -141,10 +131,10 @@ def first_candidates(
         queue, slots, cache, rows, num_cached, page_keys, max_hit
       )
     else:
-      is_blocked, needs_page_of, shared_tokens = shared_states(
+      is_blocked, needs_page_of, common_heads = shared_states(
         queue, slots, cache, rows, num_cached, max_hit, siblings
       )
-      shared_tokens = jnp.maximum(shared_tokens, scored_heads)
+      shared_tokens = jnp.maximum(shared_tokens, common_heads)
   return Candidates(
     rows=rows,
     found=prefixes,
@@ -201,22 +191,18 @@ def _siblings(
   cache: CacheState,
   rows: Array,
   config: RolloutConfig,
-  *,
-  is_scoring: bool,
 ) -> tuple[Array, Array]:
   """Returns `Candidates.siblings` and `slot_of_leader` of rows int32[X].
 
-  A sample is fresh until its first token is sampled; in `score`, until its
-  prompt is computed. A prompt of one token has no token that forks can share.
+  A sample is fresh until its first token is sampled. A prompt of one token has
+  no token that forks can share. Samples that end with their prompt do not fork,
+  because their leader would leave its slot before.
   """
   samples = config.num_samples
 
   def is_fresh(indices: Array) -> Array:
     prompt_length = indexing.take(queue.prompt_length, indices)  # 0 for none
-    if is_scoring:
-      in_prompt = indexing.take(queue.computed, indices) < prompt_length
-    else:
-      in_prompt = indexing.take(queue.length, indices) == prompt_length
+    in_prompt = given_tokens(queue, indices) == prompt_length
     return (prompt_length > 1) & in_prompt
 
   def have_one_prompt(indices: Array) -> Array:

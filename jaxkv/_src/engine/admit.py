@@ -34,6 +34,7 @@ from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import given_tokens
 from jaxkv._src.engine.slots import missing_tokens
 
 
@@ -83,11 +84,9 @@ def attach_prefixes(
   slots: Slots,
   cache: CacheState,
   config: RolloutConfig,
-  *,
-  is_scoring: bool,
 ) -> tuple[CacheState, Entrants]:
   """Attaches the cached prefixes of candidates that get enough pages."""
-  waiting = first_candidates(queue, slots, cache, config, is_scoring=is_scoring)
+  waiting = first_candidates(queue, slots, cache, config)
   empty = empty_slots(queue, slots, cache)
   num_empty = jnp.sum(empty, dtype=jnp.int32)
   chosen = choose(queue, waiting, slots.size, num_empty, config)
@@ -98,7 +97,7 @@ def attach_prefixes(
   follows_slot = exists & (chosen.slot_of_leader < slots.no_slot)
   is_leader = exists & ~follows_slot & (chosen.row_of_leader == row)
   prefix = Prefix(*(indexing.take(x, chosen.candidates) for x in waiting.found))
-  length = indexing.take(queue.length, rows)
+  length = given_tokens(queue, rows)
   at_once = jnp.minimum(length, chunk_size(cache.config, config))
   num_running = jnp.sum(slots.row < queue.no_row, dtype=jnp.int32)
   # The reserve is one page per group for each running or chosen sequence. If

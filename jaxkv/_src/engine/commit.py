@@ -85,7 +85,7 @@ def count_step(
   `old_cache` is the cache before the commit. After the first call, with `work`,
   there were `num_decodes`, int32[], further calls; None for 0.
   """
-  columns = jnp.asarray([sum(width) for width in all_widths], jnp.int32)
+  columns = jnp.asarray([width.columns for width in all_widths], jnp.int32)
   widths = jnp.arange(len(all_widths), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
   num_calls = jnp.int32(1)

@@ -9,6 +9,7 @@ from jaxkv._src.arrays.arguments import refuse
 
 _LEAST = {
   "stop_token": -1,
+  "max_new_tokens": 0,
   "max_overtaken": 0,
   "timeline": 0,
   "max_length": 0,
@@ -25,7 +26,9 @@ class RolloutConfig:
     num_samples: G, the maximum number of samples of a prompt. Samples that are
       admitted together compute the prompt once, and then fork.
     max_new_tokens: the maximum number of tokens that a sequence generates in a
-      turn. `Sampling.max_tokens` can lower it, and `extend` can replace it.
+      turn. `Sampling.max_tokens` can lower it, and `extend` can replace it. If
+      it is 0, sequences sample nothing, and end when the log-probs of their
+      given tokens are recorded, see `Requests.log_probs_from`.
     max_length: W, the maximum length of a sequence, including its prompt and
       all turns; 0 for the number of prompt columns plus `max_new_tokens`.
     stop_token: a token that ends each sequence that samples it; -1 for none.
@@ -48,7 +51,8 @@ class RolloutConfig:
       samples of the prompt. The tokens that followed there are its drafts.
     draft_columns: the maximum number of draft tokens of all slots in a step.
     raw_log_probs: whether to record the log-prob of each sampled token under
-      the model's distribution, before `Sampling` and `process` change it.
+      the model's distribution, before `Sampling` and `process` change it. For
+      given tokens, see `Requests.log_probs_from`.
     unfiltered_log_probs: whether to record the log-prob of each sampled token
       at its temperature, after penalties and `process`, before `min_p`, `top_k`
       and `top_p`. The softmax is over all tokens, as `grpo_loss` requires.
@@ -56,10 +60,6 @@ class RolloutConfig:
       at temperature 1.
     top_log_probs: the number of most likely tokens of the model's distribution
       to record, with their log-probs at temperature 1.
-    prompt_log_probs: whether to record `raw_log_probs` of all tokens, including
-      those of prompts and `extend`, but not a sequence's first token. A cached
-      prefix is then used only for tokens that were already computed for the
-      sequence. After a change of weights, some values may be of old weights.
     record_experts: whether to record the experts of each token, also in prompts
       and cached prefixes, for a trainer to replay. Needs a memory with expert
       ids, as from `jaxkv.models.init_kv(record_experts=True)`.
@@ -101,7 +101,6 @@ class RolloutConfig:
   unfiltered_log_probs: bool = False
   entropy: bool = False
   top_log_probs: int = 0
-  prompt_log_probs: bool = False
   record_experts: bool = False
   timeline: int = 0
   decode_steps: int = 1

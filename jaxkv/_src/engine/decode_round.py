@@ -36,6 +36,7 @@ from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import sample_tokens
+from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import missing_tokens
 from jaxkv._src.kv.pools import Pools
@@ -136,7 +137,7 @@ def decode(
   version = cache.epoch.astype(jnp.int32)
   max_counts = first_round.counts + tokens
   size_of_log = max(config.timeline, 1)
-  widths = schedule.widths(config)[:1]
+  widths = (Width(drafts=0, prompts=0),)
 
   def is_decoding(going: Array) -> Array:
     return sharding.any_shard(jnp.any(going), config.lockstep_axis)
@@ -166,14 +167,15 @@ def decode(
       widths,
       model=model,
     )
+    tally = previous_round.sampled.tally
     queue, sampled = sample_tokens(
       queue,
+      Sampled(jnp.zeros_like(going), jnp.zeros_like(work.counts), tally),
       slots=slots,
       work=work,
       samples=going,
       logits=logits,
       drafts=None,
-      tally=previous_round.sampled.tally,
       read=jnp.zeros((), jnp.int32),
       version=version,
       config=config,

@@ -58,17 +58,25 @@ def new_queue(
     budget = jnp.minimum(budget, sampling.max_tokens)
   # `init` raises for concrete values that are out of range. Traced values, and
   # all values from `submit`, are checked only here.
-  is_bad = (lengths < 1) | (lengths > columns) | (budget < 1)
+  least_tokens = 1 if requests.log_probs_from is None else 0
+  is_bad = (lengths < 1) | (lengths > columns) | (budget < least_tokens)
   # The sum of length and budget can overflow, so this subtracts instead.
   is_bad |= lengths > width - budget
   status = jnp.where(
     is_bad, jnp.int32(SequenceStatus.FAILED), jnp.int32(SequenceStatus.WAITING)
   )
+  # The last token of a sequence is never computed, so one token alone is none.
+  is_void = (status == SequenceStatus.WAITING) & (lengths + budget == 1)
+  status = jnp.where(is_void, jnp.int32(SequenceStatus.DONE), status)
   if requests.num_samples is not None:
     num_samples = jnp.repeat(jnp.asarray(requests.num_samples), samples)
     empty = jnp.int32(SequenceStatus.EMPTY)
     status = jnp.where(sample < num_samples, status, empty)
   failed = status == SequenceStatus.FAILED
+  finish = jnp.where(is_void, jnp.int32(Finish.LENGTH), jnp.int32(0))
+  log_probs_from = requests.log_probs_from
+  if log_probs_from is not None:
+    log_probs_from = jnp.repeat(jnp.asarray(log_probs_from), samples)
   order, position = order_of(ids, requests.priority)
   strings = sampling.stop_strings
   return Queue(
@@ -85,7 +93,7 @@ def new_queue(
     records=_empty_records(num_sequences, width, config),
     status=status,
     code=jnp.where(failed, jnp.int32(Status.BAD_LENGTH), jnp.int32(Status.OK)),
-    finish=jnp.where(failed, jnp.int32(Finish.FAILED), jnp.int32(0)),
+    finish=jnp.where(failed, jnp.int32(Finish.FAILED), finish),
     stop=jnp.full((num_sequences,), -1, jnp.int32),
     is_new=jnp.zeros((num_sequences,), bool),
     keys=sequence_keys(key, ids, sampling.seed),
@@ -99,6 +107,7 @@ def new_queue(
     page_keys=_prompt_keys(cache, requests, tokens, config),
     next_id=jnp.zeros((), jnp.int32),
     priority=requests.priority,
+    log_probs_from=log_probs_from,
     salts=requests.salts,
     stop_states=None if strings is None else jnp.copy(strings.start),
     experts=unknown_experts(kv, tokens, config),
@@ -124,7 +133,7 @@ def _empty_records(
 
   num_top = config.top_log_probs
   return Records(
-    raw_log_probs=zeros(config.raw_log_probs or config.prompt_log_probs),
+    raw_log_probs=zeros(config.raw_log_probs),
     unfiltered_log_probs=zeros(config.unfiltered_log_probs),
     entropy=zeros(config.entropy),
     top_tokens=zeros(num_top > 0, num_top, dtype=jnp.int32),

@@ -11,7 +11,7 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.fork import owed_copies
 from jaxkv._src.cache.verbs.fork import share_prefix
-from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.given_log_probs import copy_recorded
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
@@ -80,7 +80,6 @@ def count_forked(
   leaders: Array,
   forked: Array,
   refused: Array,
-  config: RolloutConfig,
 ) -> Queue:
   """Records the shared tokens in the rows of forks; requeues refused forks.
 
@@ -88,12 +87,8 @@ def count_forked(
   `refused`, bool[B], got no page.
   """
   target_rows = indexing.where_valid(forked, slots.row)
-  raw = queue.records.raw_log_probs
-  if raw is not None and config.prompt_log_probs:
-    source = indexing.take(slots.row, leaders)
-    raw = indexing.put(raw, target_rows, values=indexing.take(raw, source))
-    records = dataclasses.replace(queue.records, raw_log_probs=raw)
-    queue = dataclasses.replace(queue, records=records)
+  source_rows = indexing.take(slots.row, leaders, fill=queue.no_row)
+  queue = copy_recorded(queue, target_rows, source_rows)
   # If a fork is preempted and resumes, shared tokens then count as recomputed.
   computed = indexing.put(queue.computed, target_rows, values=cache.length)
   queue = dataclasses.replace(queue, computed=computed)

@@ -22,7 +22,7 @@ def free_behind_windows(
   """Frees pages of running sequences that their later tokens do not need."""
   if not cache.config.skips_pages:
     return cache
-  # In `score`, the slots of the rollout have row Q + 1, and keep their pages.
+  # A cache can have slots in use that are not of this rollout, see `score`.
   return recycle(cache, mask=slots.row < queue.no_row)[0]
 
 

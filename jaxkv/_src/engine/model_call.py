@@ -15,19 +15,16 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.given_answers import Scoring
-from jaxkv._src.engine.given_answers import record_scores
-from jaxkv._src.engine.given_answers import rows_of_columns
+from jaxkv._src.engine.given_log_probs import record_given
+from jaxkv._src.engine.given_log_probs import rows_of_columns
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import check_result
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
-from jaxkv._src.exact import log_probs
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
@@ -36,14 +33,13 @@ from jaxkv._src.kv.view import Batch
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
-from jaxkv._src.sampling.statistics import Records
 
 
 class Logits(NamedTuple):
   """Logits of a call.
 
   Attributes:
-    last: [B, V], of each slot's last token, excluding drafts; None in `score`.
+    last: [B, V], of each slot's last token, excluding drafts.
     drafts: [D, V], of the drafts; None without speculation.
   """
 
@@ -61,7 +57,6 @@ def call_model(
   draft_logits: Array | None,
   config: RolloutConfig,
   widths: tuple[Width, ...],
-  scoring: Scoring | None = None,
   *,
   model: Model,
 ) -> tuple[Queue, Pools, Logits]:
@@ -82,14 +77,13 @@ def call_model(
     drafts,
     config,
     widths,
-    scoring,
     model,
   )
-  scores = (queue.log_probs, queue.records)
+  recorded = (queue.log_probs, queue.records)
   last_logits = None
-  if scoring is None and len(widths) > 1:
+  if len(widths) > 1:
     # The loops below carry `last_logits`, so its final shape is needed here.
-    carry = Logits(None, draft_logits), scores
+    carry = Logits(None, draft_logits), recorded
     logits = jax.eval_shape(lambda kv: call.run(0, (kv, *carry))[1], memory.kv)
     last_logits = jnp.zeros(logits.last.shape, logits.last.dtype)
 
@@ -107,7 +101,7 @@ def call_model(
         work.width > index, functools.partial(run_from, index + 1), carry
       )
 
-  carry = memory.kv, Logits(last_logits, draft_logits), scores
+  carry = memory.kv, Logits(last_logits, draft_logits), recorded
   kv, logits, (values, records) = run_from(0, carry)
   queue = dataclasses.replace(queue, log_probs=values, records=records)
   return queue, kv, logits
@@ -126,14 +120,12 @@ class _StepCall:
     drafts: Array | None,
     config: RolloutConfig,
     widths: tuple[Width, ...],
-    scoring: Scoring | None,
     model: Model,
   ):
     self._params = params
     self._model = model
     self._config = config
     self._widths = widths
-    self._scoring = scoring
     self._queue = queue
     self._slots = slots
     self._cache = cache
@@ -151,46 +143,34 @@ class _StepCall:
     Returns:
       `carry` with the results of the call.
     """
-    kv, (_, of_drafts), scores = carry
+    kv, (_, of_drafts), recorded = carry
     width = self._widths[index]
     num_slots = self._slots.size
-    config = self._config
     batch = self._batch(kv, width)
     columns = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     drafts = jnp.arange(num_slots, num_slots + width.drafts, dtype=jnp.int32)
     last_columns = jnp.concatenate([self._work.last, drafts])
-    is_prompt = self._scoring is not None and index == 0
-    if is_prompt:
-      # No logits are used, but a model may require at least one column.
-      columns = columns[:1]
-    elif self._scoring is None and not config.prompt_log_probs:
+    if not width.records:
       columns = last_columns
     batch = dataclasses.replace(batch, columns=columns)
     logits, new_kv = self._model(self._params, batch, kv)
     check_result(logits, new_kv, kv, columns.shape[0])
     kv = kv if new_kv is None else new_kv
-    if self._scoring is not None and not is_prompt:
-      rows = batch.rows.numbers
-      positions = batch.positions[0]
-      scores = record_scores(
-        scores,
+    if width.records:
+      recorded = record_given(
+        recorded,
         self._queue,
-        rows,
-        positions,
-        logits,
-        self._scoring.temperature,
-        config,
+        rows=batch.rows.numbers,
+        positions=batch.positions[0],
+        logits=logits,
+        config=self._config,
       )
-    elif self._scoring is None and config.prompt_log_probs:
-      values, records = scores
-      scores = values, self._with_prompts(records, logits, batch)
       logits = logits.at[last_columns].get(mode="clip")
     if width.drafts and of_drafts is not None:
       of_drafts = lax.dynamic_update_slice(
         of_drafts, logits[num_slots:], (0, 0)
       )
-    last_logits = logits[:num_slots] if self._scoring is None else None
-    return kv, Logits(last_logits, of_drafts), scores
+    return kv, Logits(logits[:num_slots], of_drafts), recorded
 
   def _batch(self, kv: Pools, width: Width) -> Batch:
     """Returns the batch of a width, with `columns` still to be set."""
@@ -224,7 +204,7 @@ class _StepCall:
     )
     # A model may read values of a sequence, such as its adapter.
     rows = rows_of(self._queue, queue_rows)
-    if self._scoring is not None:
+    if width.records:
       rows = rows_of_columns(self._queue, rows, positions)
     return Batch(
       tokens=tokens[None],
@@ -278,27 +258,6 @@ class _StepCall:
       for group_kind, view in zip(self._cache.config.groups, views, strict=True)
     )
 
-  def _with_prompts(
-    self, records: Records, logits: Array, batch: Batch
-  ) -> Records:
-    """Records log-probs of prompt tokens and of tokens from `extend`."""
-    queue = self._queue
-    raw = records.raw_log_probs
-    if raw is None:
-      return records
-    rows = batch.rows.numbers
-    next_position = batch.positions[0] + 1
-    is_given = next_position < indexing.take(queue.length, rows)
-    version = indexing.take(queue.versions, rows, next_position)
-    is_given &= version == NOT_SAMPLED
-    token = indexing.take(queue.tokens, rows, next_position)
-    temperature = jnp.ones(token.shape, jnp.float32)
-    logits = logits.astype(jnp.float32)
-    values = log_probs.of_tokens(logits, token, temperature)
-    target_rows = indexing.where_valid(is_given, rows)
-    raw = indexing.put(raw, target_rows, next_position, values=values)
-    return dataclasses.replace(records, raw_log_probs=raw)
-
 
 def shape_of_logits(
   params: Any,
@@ -314,11 +273,11 @@ def shape_of_logits(
   def last_logits(queue: Queue, slots: Slots, memory: Memory) -> Array:
     zeros = jnp.zeros((slots.size,), jnp.int32)
     work = schedule.decode_work(zeros > 0, zeros)
-    width = schedule.widths(config)[:1]
+    width = (Width(drafts=0, prompts=0),)
     logits = call_model(
       params, queue, slots, memory, work, None, None, config, width, model=model
     )[2]
-    assert logits.last is not None  # Tokens are sampled.
+    assert logits.last is not None  # It is None only before the call.
     return logits.last
 
   return jax.eval_shape(last_logits, queue, slots, memory)

@@ -70,10 +70,10 @@ class Queue:
       # int32[Q, W]
     ids: the id of the sequence in each row.  # int32[Q]
     prompt_length: the length of the prompt in `Requests`.  # int32[Q]
-    length: the total number of tokens; in `score`, of those that the model
-      computes, which are all but the last.  # int32[Q]
+    length: the total number of tokens.  # int32[Q]
     start: the length at the start of the current turn.  # int32[Q]
-    limit: the length at which the sequence ends.  # int32[Q]
+    limit: the length at which the sequence ends. Its last token is never
+      computed.  # int32[Q]
     budget: the default maximum number of tokens sampled in a turn.  # int32[Q]
     log_probs: see `Generated`.  # float32[Q, W]
     versions: see `Generated`; NOT_SAMPLED is -1.  # int32[Q, W]
@@ -100,6 +100,8 @@ class Queue:
     next_id: the next id for `submit` without `ids`.  # int32[]
     priority: lower numbers are admitted first and preempted last; None for
       equal priorities.  # int32[Q]
+    log_probs_from: see `Requests`; None for no log-probs of given tokens.
+      # int32[Q]
     salts: see `jaxkv.salt`: sequences with different salts share no page. None
       for no salts.  # uint32[Q, 4]
     stop_states: the stop-string automaton's state of each sequence; None
@@ -136,6 +138,7 @@ class Queue:
   page_keys: Array | None
   next_id: Array
   priority: Array | None = None
+  log_probs_from: Array | None = None
   salts: Array | None = None
   stop_states: Array | None = None
   experts: Array | None = None

@@ -41,6 +41,15 @@ class Requests:
       later sequences that need fewer pages may still be admitted first. With
       negated expected lengths as priorities, the longest sequences start first,
       which keeps slots busy to the end.  # int32[P * G]
+    log_probs_from: the position from which log-probs of given tokens, those of
+      the prompt and of `extend`, are recorded. A first token has no log-prob,
+      so 0 and 1 record all others. They are the log-probs at temperature 1, and
+      are recorded with the entropy and the most likely tokens if
+      `RolloutConfig` says so. A cached prefix ends before this position, except
+      for tokens that were already computed for the sequence. After a change of
+      weights, some values may be of old weights. A position past the given
+      tokens records none; None for no log-probs of given tokens in the whole
+      rollout.  # int32[P]
     salts: see `jaxkv.salt`. Samples with different salts, such as those of
       different adapters, share no pages. The salt of an adapter must depend on
       its contents, see the recipe there. None for no salts.
@@ -60,6 +69,7 @@ class Requests:
   sampling: Sampling | None = None
   num_samples: Any = None
   priority: Any = None
+  log_probs_from: Any = None
   salts: Any = None
   extra: Any = None
 
@@ -91,6 +101,16 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     priority = jnp.asarray(
       as_int32("requests.priority", priority, (num_sequences,), per_sample)
     )
+  log_probs_from = requests.log_probs_from
+  if log_probs_from is None and not config.max_new_tokens:
+    raise ValueError(
+      "`RolloutConfig.max_new_tokens` must be at least 1 for requests without "
+      "`log_probs_from`, got 0; nothing would be recorded."
+    )
+  if log_probs_from is not None:
+    log_probs_from = as_int32(
+      "requests.log_probs_from", log_probs_from, (num_prompts,), per_prompt
+    )
   salts = requests.salts
   if salts is not None:
     salts = jnp.asarray(as_key("requests.salts", salts))
@@ -108,6 +128,7 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     sampling=sampling,
     num_samples=num_samples,
     priority=priority,
+    log_probs_from=log_probs_from,
     salts=salts,
     extra=as_extra("requests.extra", requests.extra, num_sequences),
   )
@@ -128,7 +149,7 @@ def map_rows(
 
   def mapped(path: Any, array: Any, *other_arrays: Any) -> Any:
     name = jax.tree_util.keystr(path)
-    if name in (".tokens", ".lengths", ".num_samples"):
+    if name in (".tokens", ".lengths", ".num_samples", ".log_probs_from"):
       return of_prompts(array, *other_arrays)
     strings = ".sampling.stop_strings."
     if name.startswith(strings) and name != f"{strings}start":
@@ -254,7 +275,8 @@ def _is_readable(array: Any) -> bool:
 def width_of(columns: int, config: RolloutConfig) -> int:
   """Returns W for prompts of `columns` tokens; raises if W is too small."""
   width = config.max_length or columns + config.max_new_tokens
-  check_columns(columns, width)
+  # Without new tokens, a prompt may fill the width.
+  check_columns(columns, width + (config.max_new_tokens == 0))
   return width
 
 

@@ -101,13 +101,13 @@ def count_entrants(
 @jax.named_scope("sample")
 def sample_tokens(
   queue: Queue,
+  sampled: Sampled,
   *,
   slots: Slots,
   work: Work,
   samples: Array,
   logits: Logits,
   drafts: Array | None,
-  tally: Tally | None,
   read: Array,
   version: Array,
   config: RolloutConfig,
@@ -116,10 +116,11 @@ def sample_tokens(
 ) -> tuple[Queue, Sampled]:
   """Samples the next tokens of slots, and appends them to their sequences.
 
-  The slots in `samples`, bool[B], sample. `read`, int32[], is a value from
+  The slots in `samples`, bool[B], sample. `sampled` are the results before
+  them. `read`, int32[], is a value from
   earlier reads of `queue`, see `read_before`.
   """
-  assert logits.last is not None  # It is None only in `score`.
+  assert logits.last is not None  # It is None only before the call.
   sample_one = functools.partial(
     _sample,
     slots=slots,
@@ -128,11 +129,6 @@ def sample_tokens(
     config=config,
     exact=exact,
     process=process,
-  )
-  sampled = Sampled(
-    ended=sharding.zeros_like(samples),
-    counts=sharding.zeros_like(work.counts),
-    tally=tally,
   )
   queue, sampled, tokens = sample_one(queue, sampled, samples, logits.last)
   draft_logits = logits.drafts

@@ -27,10 +27,18 @@ class Width(NamedTuple):
   Attributes:
     drafts: the number of draft columns.
     prompts: the number of chunk columns.
+    records: True if the model returns the logits of all columns, so that
+      log-probs of given tokens can be recorded.
   """
 
   drafts: int
   prompts: int
+  records: bool = False
+
+  @property
+  def columns(self) -> int:
+    """The number of columns besides the single columns."""
+    return self.drafts + self.prompts
 
 
 class Work(NamedTuple):
@@ -63,17 +71,27 @@ class Work(NamedTuple):
   begins: Array | None = None
 
 
-def widths(config: RolloutConfig) -> tuple[Width, ...]:
-  """Returns all widths that a call can have, see `Counters.calls`, ascending.
+def widths(config: RolloutConfig, *, records: bool) -> tuple[Width, ...]:
+  """Returns all widths that a call can have, see `Counters.calls`.
 
   A quarter of `prefill_chunk` makes the end of a prompt cheap. A quarter below
-  64 would save little, and the model is compiled for each width.
+  64 would save little, and the model is compiled for each width. `records` is
+  True if the queue has `log_probs_from`. Then a width with chunk columns exists
+  with the logits of all columns, and with those of the last tokens.
   """
-  prompts = _sizes(config.prefill_chunk, 64)
+  prompts = [(size, False) for size in _sizes(config.prefill_chunk, 64)]
+  if records:
+    chunk = config.prefill_chunk
+    # A call without chunk columns has few columns, so one width serves both.
+    prompts = [(0, True), (chunk, False), (chunk, True)]
+    if not config.max_new_tokens:
+      # No sequence decodes, so each call has prompt tokens.
+      prompts = prompts[1:]
   drafts = (0,)
   if config.draft_tokens:
     drafts = _sizes(config.draft_columns, 2)
-  return tuple(itertools.starmap(Width, itertools.product(drafts, prompts)))
+  pairs = itertools.product(drafts, prompts)
+  return tuple(Width(columns, *prompt) for columns, prompt in pairs)
 
 
 def _sizes(largest: int, smallest: int) -> tuple[int, ...]:
@@ -104,8 +122,8 @@ def schedule(
   `sort_keys`, int32[B], come first. Other slots have at most one token, and
   `drafts`, int32[B], drafts. `one_part` computes prompt tokens in chunk columns
   only, as recurrent layers require. `width`, int32[], is the index in
-  `all_widths`; None chooses one, and the first one must then have no chunk
-  columns. `axis` is `RolloutConfig.lockstep_axis`.
+  `all_widths`; None chooses one, without regard to `Width.records`. `axis` is
+  `RolloutConfig.lockstep_axis`.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -127,13 +145,14 @@ def schedule(
   # The view of chunks has CHUNK_ROWS rows, one for each sequence.
   max_chunks = ends[:CHUNK_ROWS][-1]
   if width is None:
-    columns = jnp.asarray(sorted({w.prompts for w in all_widths}), jnp.int32)
+    columns = jnp.asarray(_prompt_sizes(all_widths), jnp.int32)
     overflow = jnp.minimum(num_prompt_tokens - idle, max_chunks)
     # A width that is less than three quarters full would compute more padding
     # than several calls of the next smaller width.
     is_filled = (4 * overflow >= 3 * columns) & (columns > 0)
     width = jnp.sum(is_filled, dtype=jnp.int32)
     width = jnp.where(overflow > 0, jnp.maximum(width, 1), 0)
+    width = jnp.minimum(width, columns.shape[0] - 1)
     width = sharding.largest_of_shards(width, axis)
   else:
     columns = jnp.asarray([w.prompts for w in all_widths], jnp.int32)
@@ -176,6 +195,30 @@ def schedule(
   return work._replace(last=jnp.where(decodes, slot, by_slot(last_columns)))
 
 
+def _prompt_sizes(all_widths: tuple[Width, ...]) -> list[int]:
+  return sorted({width.prompts for width in all_widths})
+
+
+def with_records(
+  work: Work,
+  all_widths: tuple[Width, ...],
+  records: Array,
+  axis: str | None,
+) -> Work:
+  """Returns the work of `schedule` in a width with the logits of all columns.
+
+  If `records`, bool[], is False, the logits of the last tokens suffice.
+  """
+  sizes = _prompt_sizes(all_widths)
+  widths_per_draft = len(all_widths) // len({w.drafts for w in all_widths})
+  draft_index = work.width // len(sizes)
+  prompt_index = work.width % len(sizes)
+  has_chunk = jnp.asarray(sizes)[prompt_index] > 0
+  records = sharding.any_shard(records, axis) & has_chunk
+  index = draft_index * widths_per_draft + prompt_index
+  return work._replace(width=index + records.astype(jnp.int32))
+
+
 def decode_work(going: Array, offsets: Array) -> Work:
   """Returns the work of a call in which slots in `going` decode one token.
 
@@ -200,7 +243,7 @@ def _with_drafts(
 ) -> tuple[Work, Array]:
   """Returns the work with draft columns, and the number of these columns."""
   columns = jnp.asarray(sorted({w.drafts for w in all_widths}), jnp.int32)
-  num_prompt_widths = len({w.prompts for w in all_widths})
+  num_prompt_widths = len(_prompt_sizes(all_widths))
   num_drafts = jnp.sum(drafts, dtype=jnp.int32)
   width = jnp.sum(
     (4 * num_drafts >= 3 * columns) & (columns > 0), dtype=jnp.int32

@@ -1,6 +1,10 @@
-"""score: computes log-probs of given completions, with a paged cache."""
+"""score: computes log-probs of given completions, with a paged cache.
+
+Completions are the given tokens of a rollout that samples nothing.
+"""
 
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -9,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import indexing
-from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import as_key
@@ -20,31 +23,29 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine import schedule
 from jaxkv._src.engine.admit import empty_slots
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.enqueue import new_queue
-from jaxkv._src.engine.given_answers import AnswerCounts
-from jaxkv._src.engine.given_answers import Scoring
+from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import has_version
+from jaxkv._src.engine.preempt import vacate
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
+from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_extra
 from jaxkv._src.engine.requests import check_tokens
-from jaxkv._src.engine.run_steps import run_steps
-from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.engine.state import is_done
-from jaxkv._src.engine.step import Buffers
-from jaxkv._src.engine.step import no_bad_rows
-from jaxkv._src.engine.step import step
+from jaxkv._src.kv.view import Batch
+from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.sampling.temperature import divisor
@@ -67,12 +68,7 @@ class Scored(Outcome):
     top_tokens: the X most likely tokens at each position, most likely first;
       None if not requested.  # int32[N, G, R, X]
     top_log_probs: the log-probs of `top_tokens`.  # float32[N, G, R, X]
-    computed_tokens: tokens that the model computed for each group, without
-      padding.  # int32[N]
-    cached_tokens: tokens of each group that lookups found in the cache. If
-      slots or pages are scarce, a group is looked up several times, and the
-      tokens of all lookups are added. After a preemption a lookup can also find
-      tokens of a completion.  # int32[N]
+    computed_tokens: tokens that the model computed, without padding.  # int32[]
   """
 
   log_probs: Array
@@ -80,7 +76,6 @@ class Scored(Outcome):
   top_tokens: Array | None
   top_log_probs: Array | None
   computed_tokens: Array
-  cached_tokens: Array
 
 
 class _Groups(NamedTuple):
@@ -122,9 +117,11 @@ def score(
 ) -> tuple[Any, Any]:
   """Computes log-probs of G completions of each of N prompts.
 
-  The model computes each prompt once for all of its completions, and skips its
-  cached prefix. Computed pages become cached. So scoring the samples of a
-  rollout costs little more than computing the completions.
+  A completion continues from the cached prefix of its prompt. The prompt is
+  computed once, and each further completion computes again at most the tokens
+  after its last full page. Computed pages become cached, so scoring the samples
+  of a rollout costs little more than computing the completions. Without prefix
+  caching, each completion computes its prompt.
 
   The loop is a `while_loop` on the device. Jit `score` with the state donated,
   as `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
@@ -132,15 +129,10 @@ def score(
   `jaxkv.models.grouped_log_probs` instead.
 
   Scoring uses only empty slots and frees them at the end. Running sequences are
-  unchanged. Completions share the pages of their prompt. If only one slot is
-  empty, or pages are scarce, completions may recompute tokens of the prompt.
+  unchanged, and samples that wait to fork return to the queue.
 
   After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
   the cache of a `Memory`; otherwise pages of the old weights are reused.
-
-  To score with several models, such as a policy and its reference, pass tuples
-  of `params` and `state`; states and results are then tuples too. Each state
-  needs a separate cache and memory, because XLA cannot donate a buffer twice.
 
   Args:
     params: the model's parameters.
@@ -198,36 +190,19 @@ def score(
     >>> group = [[3, 1, 4, 1, 5]], [5], [[[9, 2], [6, 0]]], [[2, 1]]
     >>> group = [jnp.asarray(array, jnp.int32) for array in group]
     >>> state, scored = scores(params, state, *group)
-    >>> scored.log_probs.shape, scored.computed_tokens.tolist()  # Prompt: 4
-    ((1, 2, 2), [7])
+    >>> scored.log_probs.shape, int(scored.computed_tokens)  # Prompt: 4
+    ((1, 2, 2), 7)
     >>> state, again = scores(params, state, *group)
-    >>> again.cached_tokens.tolist(), again.computed_tokens.tolist()
-    ([4], [3])
+    >>> int(again.computed_tokens)
+    3
   """
-  is_single = not isinstance(state, tuple)
-  if not is_single:
-    _check_params(params, len(state))
-  all_params, states = ((params,), (state,)) if is_single else (params, state)
-  for target in states:
-    _check_state(target)
+  _check_state(state)
   check_bool("entropy", entropy)
   top_log_probs = as_count("top_log_probs", top_log_probs, 0)
   chunk = as_count("chunk", chunk, 1)
   groups = _as_groups(
     prompts, prompt_lengths, completions, completion_lengths, salts, extra
   )
-  _, samples, columns = groups.completions.shape
-  config = RolloutConfig(
-    num_samples=samples,
-    max_new_tokens=columns,
-    prefill_chunk=chunk,
-    # All samples of a prompt can be admitted in one step, and then fork.
-    admissions=max(samples, 16),
-    window=max(samples, 32),
-    entropy=entropy,
-    top_log_probs=top_log_probs,
-  )
-  check_model(model, config)
   vocab_size = vocab_size_of(model)
   check_tokens(
     "prompts", groups.prompts, groups.prompt_lengths, vocab_size=vocab_size
@@ -235,89 +210,63 @@ def score(
   check_tokens(
     "completions", groups.completions, groups.lengths, vocab_size=vocab_size
   )
-  scoring = Scoring(
-    widths=_widths(groups, chunk),
-    temperature=divisor(as_temperature(temperature)),
+  num_prompts, samples, columns = groups.completions.shape
+  num_tokens = num_prompts * samples * (groups.prompts.shape[1] + columns)
+  config = RolloutConfig(
+    max_new_tokens=0,
+    prefill_chunk=max(1, min(chunk, num_tokens)),
+    # Completions of a prompt wait together until one has computed the prompt.
+    window=max(32, 8 * samples),
+    entropy=entropy,
+    top_log_probs=top_log_probs,
   )
-  results = [
-    _score(weights, target, groups, config, scoring, model, version)
-    for weights, target in zip(all_params, states, strict=True)
-  ]
-  if is_single:
-    return results[0]
-  return tuple(state for state, _ in results), tuple(out for _, out in results)
-
-
-def _check_params(params: Any, count: int) -> None:
-  """Raises ValueError unless `params` has one entry for each state."""
-  if isinstance(params, tuple | list) and len(params) == count:
-    return
-  type_name = type(params).__name__
-  if isinstance(params, tuple | list):
-    type_name += f" of {len(params)}"
-  raise ValueError(
-    f"`params` must be a tuple of {count}, one for each state, got a "
-    f"{type_name}."
-  )
-
-
-def _score(
-  params: Any,
-  state: Any,
-  groups: _Groups,
-  config: RolloutConfig,
-  scoring: Scoring,
-  model: Model,
-  version: Array | int | None,
-) -> tuple[Any, Scored]:
-  """Computes the result of `score` for one state."""
-  memory = state.memory if isinstance(state, RolloutState) else state
+  check_model(model, config)
+  if isinstance(state, RolloutState):
+    state = _without_waiting_forks(state)
+    memory = state.memory
+  else:
+    memory = state
   is_current = jnp.ones((), bool)
   if version is not None:
     is_current = has_version(memory.cache, version)
-  busy = jnp.zeros((memory.cache.config.num_slots,), bool)
-  if isinstance(state, RolloutState):
-    # A slot without pages is in use if its sequence waits to fork.
-    busy = state.slots.row < state.queue.no_row
-  work = _begin(memory, groups, config, busy, is_current)
-  is_usable = empty_slots(work.queue, work.slots, memory.cache)
-  num_usable = jnp.sum(is_usable, dtype=jnp.int32)
-  # The loop frees no slot of other sequences, so it would never end.
-  is_full = num_usable == 0
-  rows = jnp.arange(work.queue.size, dtype=jnp.int32)
-  waits = work.queue.status == SequenceStatus.WAITING
-  code = jnp.full_like(rows, Status.OUT_OF_PAGES)
-  queue = fail(work.queue, rows, waits & is_full, code)
-  work = dataclasses.replace(work, queue=queue)
-  counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
-  buffers = Buffers(
-    answers=AnswerCounts(counts[0], counts[1], num_usable > 1),
-    bad_rows=no_bad_rows(work),
-  )
-  params, work, temperature, buffers = sharding.match_varying_axes(
-    (params, work, scoring.temperature, buffers)
-  )
-  scoring = scoring._replace(temperature=temperature)
-  work, buffers = run_steps(
-    lambda state: ~is_done(state),
-    lambda loop: step(params, *loop, model=model, scoring=scoring),
-    work,
-    buffers,
-  )
-  scored = _scored(work, groups, buffers)
+  work = _begin(memory, groups, config, is_current)
+  # If the temperature is the number 1, the logits are taken as they are.
+  if isinstance(temperature, Array) or temperature != 1:
+    params = params, divisor(as_temperature(temperature))
+    model = functools.partial(_at_temperature, model=model)
+  work = generate(params, work, model=model)
+  scored = _scored(work, groups)
   memory = work.memory
   if isinstance(state, RolloutState):
     memory = dataclasses.replace(state, memory=memory)
   return memory, scored
 
 
+def _at_temperature(params: Any, batch: Batch, kv: Any, *, model: Model) -> Any:
+  """Calls a model; `params` are its weights and a temperature, float32[]."""
+  weights, temperature = params
+  logits, kv = model(weights, batch, kv)
+  logits = logits.astype(jnp.float32)
+  # The maximum is subtracted first, so that division cannot overflow to +inf.
+  return (logits - reductions.maxima(logits)[:, None]) / temperature, kv
+
+
+def _without_waiting_forks(state: RolloutState) -> RolloutState:
+  """Returns samples that wait in a slot to fork, without pages, to the queue.
+
+  Only their pages tell which slots of a cache are in use.
+  """
+  waits = state.slots.leader < state.slots.no_slot
+  status = SequenceStatus.WAITING
+  queue = set_status(state.queue, state.slots.row, waits, status)
+  slots = vacate(state.slots, waits, queue.no_row)
+  return dataclasses.replace(state, queue=queue, slots=slots)
+
+
 def _check_state(state: Any) -> None:
   """Raises unless `score` supports the cache and the memory of `state`."""
-  is_list = isinstance(state, list)
   hint = "make a Memory of a cache and its K/V memory"
-  if is_list:
-    hint = "use a tuple"
-  expected = "a RolloutState, a Memory or a tuple of them"
+  expected = "a RolloutState or a Memory"
   check_type("state", state, RolloutState | Memory, expected, hint)
   memory = state.memory if isinstance(state, RolloutState) else state
   check_pools(memory, RolloutConfig(), "state")
@@ -363,73 +312,66 @@ def _as_groups(
   )
 
 
-def _widths(groups: _Groups, chunk: int) -> tuple[Width, Width]:
-  """Returns the widths for prompts and for completions, limited to `chunk`."""
-  num_prompts, columns = groups.prompts.shape
-  prompt = min(chunk, max(num_prompts * (columns - 1), 1))
-  return Width(0, prompt), Width(0, min(chunk, groups.completions.size))
-
-
 def _begin(
-  memory: Memory,
-  groups: _Groups,
-  config: RolloutConfig,
-  busy: Array,
-  is_current: Array,
+  memory: Memory, groups: _Groups, config: RolloutConfig, is_current: Array
 ) -> RolloutState:
-  """Returns a rollout whose sequences are prompts with their completions.
+  """Returns a rollout with a sequence for each completion and its prompt.
 
-  Scoring must not use slots in `busy`, bool[B]. If `is_current`, bool[], is
-  False, other weights computed the cached pages.
+  If `is_current`, bool[], is False, other weights computed the cached pages.
   """
-  num_prompts, samples, columns = groups.completions.shape
-  width = groups.prompts.shape[1] + columns
+  _, samples, columns = groups.completions.shape
 
   def of_samples(array: Array) -> Array:
     return jnp.repeat(array, samples, axis=0)
 
+  prompt_lengths = of_samples(groups.prompt_lengths)
+  lengths = groups.lengths.reshape(-1)
+  rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  tokens = jnp.pad(of_samples(groups.prompts), ((0, 0), (0, columns)))
+  position = indexing.where_valid(
+    column < lengths[:, None], prompt_lengths[:, None] + column
+  )
   requests = Requests(
-    groups.prompts,
-    groups.prompt_lengths,
+    indexing.put(
+      tokens,
+      rows[:, None],
+      position,
+      values=groups.completions.reshape(-1, columns),
+    ),
+    prompt_lengths + lengths,
     sampling=Sampling(),
+    # A first token has no log-prob.
+    log_probs_from=jnp.maximum(prompt_lengths, 1),
     salts=None if groups.salts is None else of_samples(groups.salts),
     extra=jax.tree.map(of_samples, groups.extra),
   )
-  ids = jnp.arange(num_prompts, dtype=jnp.int32) * samples
   # Nothing is sampled, so the key does not matter.
   key = jax.random.key(0)
-  queue = new_queue(requests, ids, key, width, memory.cache, memory.kv, config)
+  width = tokens.shape[1]
+  queue = new_queue(requests, rows, key, width, memory.cache, memory.kv, config)
+  slots = init_slots(memory.cache.config.num_slots, queue)
   code = of_samples(_codes(groups, memory.cache.config.slot_tokens, is_current))
-  lengths = groups.lengths.reshape(-1)
-  column = jnp.arange(columns, dtype=jnp.int32)[None]
-  exists = (column < lengths[:, None]) & (code == Status.OK)[:, None]
-  rows = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
-  position = indexing.where_valid(exists, queue.prompt_length[:, None] + column)
-  answers = groups.completions.reshape(-1, columns)
-  status = jnp.where(
-    lengths > 0,
-    jnp.int32(SequenceStatus.WAITING),
-    jnp.int32(SequenceStatus.DONE),
+  is_empty = lengths == 0
+  # The loop frees no slot of other sequences, so it would never end.
+  is_full = ~jnp.any(empty_slots(queue, slots, memory.cache))
+  code = first_code(
+    (code != Status.OK, code),
+    (is_full & ~is_empty, Status.OUT_OF_PAGES),
   )
-  failed = jnp.int32(SequenceStatus.FAILED)
+  done = jnp.int32(SequenceStatus.DONE)
   queue = dataclasses.replace(
-    queue,
-    tokens=indexing.put(queue.tokens, rows, position, values=answers),
-    # The last token is never an input of the model.
-    length=queue.prompt_length + lengths - 1,
-    status=jnp.where(code == Status.OK, status, failed),
-    code=code,
+    queue, status=jnp.where(is_empty, done, queue.status)
   )
-  slots = init_slots(busy.shape[0], queue)
-  # The row `no_row + 1` makes a slot count as neither running nor empty.
-  row = jnp.where(busy, queue.no_row + 1, slots.row)
+  queue = fail(queue, rows, code != Status.OK, code)
+  num_widths = len(schedule.widths(config, records=True))
   return RolloutState(
     config=config,
     queue=queue,
-    slots=dataclasses.replace(slots, row=row),
+    slots=slots,
     memory=memory,
     key=key,
-    counters=init_counters(2, memory.cache.config.num_pools),
+    counters=init_counters(num_widths, memory.cache.config.num_pools),
   )
 
 
@@ -449,17 +391,17 @@ def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
   )
 
 
-def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
+def _scored(state: RolloutState, groups: _Groups) -> Scored:
   """Returns the results, with NaN for the tokens of failed groups."""
-  queue, answers = state.queue, buffers.answers
-  assert answers is not None
+  queue, counters = state.queue, state.counters
   shape = groups.completions.shape
   failed = queue.status == SequenceStatus.FAILED
   code = jnp.where(failed, queue.code, jnp.int32(Status.OK))
   # A failed completion fails its group, because a loss needs the whole group.
   code = jnp.max(code.reshape(shape[:2]), axis=1)
   column = jnp.arange(shape[2], dtype=jnp.int32)[None]
-  position = queue.prompt_length[:, None] + column
+  prompt_lengths = jnp.repeat(groups.prompt_lengths, shape[1])
+  position = prompt_lengths[:, None] + column
   row = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   lengths = groups.lengths[..., None]
   # All columns of a completion with a negative length get NaN.
@@ -477,12 +419,12 @@ def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
     return jnp.where(ok & real, values, fill)
 
   records = queue.records
+  num_computed = counters.prefilled.low + counters.recomputed.low
   return Scored(
     code=code,
     log_probs=of_groups(queue.log_probs, jnp.nan),
     entropy=of_groups(records.entropy, jnp.nan),
     top_tokens=of_groups(records.top_tokens, 0),
     top_log_probs=of_groups(records.top_log_probs, jnp.nan),
-    computed_tokens=answers.computed,
-    cached_tokens=answers.cached,
+    computed_tokens=num_computed.astype(jnp.int32),
   )

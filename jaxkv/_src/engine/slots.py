@@ -22,8 +22,8 @@ class Slots:
   """B slots, each with at most one running sequence.
 
   Attributes:
-    row: the row of the queue with the slot's sequence; Q for none. `score` sets
-      Q + 1 for slots that it must not use.  # int32[B]
+    row: the row of the queue with the slot's sequence; Q for none.
+      # int32[B]
     leader: the slot that computes the prompt that this slot waits to fork; B if
       it does not wait.  # int32[B]
   """
@@ -64,8 +64,20 @@ def are_followed(slots: Slots) -> Array:
 
 def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   """Returns the number of tokens that each slot has to compute, int32[B]."""
-  missing = indexing.take(queue.length, slots.row) - cache.length
+  missing = given_tokens(queue, slots.row) - cache.length
   return jnp.where(are_computing(queue, slots), missing, 0)
+
+
+def given_tokens(queue: Queue, rows: Array) -> Array:
+  """Returns the tokens of queue rows that the model has to compute, int32[...].
+
+  They are all but the last token of a sequence that samples none.
+  """
+  length = indexing.take(queue.length, rows)
+  if queue.log_probs_from is None:
+    return length
+  limit = indexing.take(queue.limit, rows, fill=1)
+  return jnp.minimum(length, limit - 1)
 
 
 def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:

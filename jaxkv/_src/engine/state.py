@@ -187,7 +187,8 @@ def _init(
   queue = fail(queue, rows, is_stale, jnp.full_like(rows, Status.STALE))
   queue = dataclasses.replace(queue, next_id=_next_id(queue, first_id, config))
   num_slots = cache.config.num_slots
-  num_widths = len(schedule.widths(config))
+  records = queue.log_probs_from is not None
+  num_widths = len(schedule.widths(config, records=records))
   log = None
   if config.timeline:
     log = jnp.zeros((config.timeline, 3, num_slots), jnp.int32)

@@ -23,7 +23,8 @@ they have no work:
 With speculation, sampling comes before the commit, because it decides which
 drafts are accepted. If `RolloutConfig.decode_steps` is above 1, the model is
 called and tokens are sampled several times before the commit; see
-`decode_round`. In `score` nothing is sampled; see `given_answers`.
+`decode_round`. Log-probs of given tokens, as in `score`, are recorded after the
+call; see `given_log_probs`.
 
 If a running sequence gets no page, `preempt` chooses a victim, which returns to
 the queue, and later resumes and samples the same tokens; a lone victim fails.
@@ -58,15 +59,12 @@ from jaxkv._src.engine import timeline
 from jaxkv._src.engine.commit import commit_tokens
 from jaxkv._src.engine.commit import count_step
 from jaxkv._src.engine.commit import read_of
+from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.decode_round import Round
 from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.expert_records import save_full_pages
-from jaxkv._src.engine.given_answers import AnswerCounts
-from jaxkv._src.engine.given_answers import Scoring
-from jaxkv._src.engine.given_answers import count_answers
-from jaxkv._src.engine.given_answers import end_answers
-from jaxkv._src.engine.given_answers import keep_prompts
-from jaxkv._src.engine.given_answers import limit_to_phase
+from jaxkv._src.engine.given_log_probs import are_recorded
+from jaxkv._src.engine.given_log_probs import end_given
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
@@ -98,14 +96,12 @@ class Buffers(NamedTuple):
     tally: token counts for penalties; None without penalties.
     draft_logits: [D, V], a buffer for the logits of drafts; None without
       speculation.
-    answers: the counts of `score`; None if tokens are sampled.
     bad_rows: int32[B], the rows of the queue whose sequences failed with
       BAD_LOGITS in this step; Q for none. None without prefix caching.
   """
 
   tally: Tally | None = None
   draft_logits: Array | None = None
-  answers: AnswerCounts | None = None
   bad_rows: Array | None = None
 
 
@@ -124,13 +120,11 @@ def step(
   model: Model,
   process: Process | None = None,
   draft: Draft | None = None,
-  scoring: Scoring | None = None,
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
   """Runs one step of at most `max_calls`, int32[], calls, but at least one.
 
-  `model`, `process` and `draft` are as in `generate`. `scoring` has the options
-  of `score`, and is None if tokens are sampled.
+  `model`, `process` and `draft` are as in `generate`.
   """
   queue, slots, memory = state.queue, state.slots, state.memory
   config, counters = state.config, state.counters
@@ -144,24 +138,20 @@ def step(
   with jax.named_scope("admit"):
     memory = dataclasses.replace(memory, cache=cache)
     state = _replaced(state, queue, slots, memory)
-    state = _admit(state, is_scoring=scoring is not None)
-  # A sequence that has just entered has only the tokens of its cached prefix.
-  has_entered = state.slots.row != slots.row
+    state = _admit(state)
   queue, slots, cache = state.queue, state.slots, state.memory.cache
-  num_found = jnp.where(has_entered, cache.length, 0)
   with jax.named_scope("draft"):
     drafts = propose_drafts(params, queue, slots, cache, config, draft)
   num_drafts = None if drafts is None else drafts.counts
-  widths = schedule.widths(config) if scoring is None else scoring.widths
-  planned = _plan_tokens(state, widths, buffers.answers)
+  records = queue.log_probs_from is not None
+  widths = schedule.widths(config, records=records)
+  planned = _plan_tokens(state, widths)
   with jax.named_scope("grow"):
     state, starved = _reserve_pages(state, num_drafts, planned, forks)
     state, leaving = _make_way(state, forks, leaders, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
-  work, is_complete = _schedule(
-    state, starved, num_drafts, widths, buffers.answers, planned
-  )
+  work, is_complete = _schedule(state, starved, num_drafts, widths, planned)
   tokens = None if drafts is None else drafts.tokens
   queue, slots, memory = state.queue, state.slots, state.memory
   with jax.named_scope("model"):
@@ -175,13 +165,12 @@ def step(
       buffers.draft_logits,
       config,
       widths,
-      scoring,
       model=model,
     )
   memory, counts = dataclasses.replace(memory, kv=kv), work.counts
   first = indexing.take(queue.length, slots.row)
   num_more = None
-  if config.decode_steps > 1 and scoring is None:
+  if config.decode_steps > 1:
     with jax.named_scope("reserve"):
       cache, num_more = decode_round.reserve(
         queue, slots, memory.cache, counts, is_complete, max_calls, config
@@ -195,26 +184,22 @@ def step(
   if commits_first:
     queue = save_full_pages(queue, slots, memory.kv, before, counts)
     queue, cache = commit_tokens(queue, slots, before, counts)
-  if scoring is not None:
-    queue, ended = end_answers(queue, slots, is_complete)
-    sampled = Sampled(ended, jnp.zeros_like(counts), None)
-  else:
-    queue, sampled = sample_tokens(
-      queue,
-      slots=slots,
-      work=work,
-      samples=is_complete,
-      logits=logits,
-      drafts=tokens,
-      tally=tally,
-      # Sampling writes to arrays that the commit has read. It must wait for
-      # the commit, or XLA would copy the arrays.
-      read=read_of(cache) if commits_first else jnp.zeros((), jnp.int32),
-      version=before.epoch.astype(jnp.int32),
-      config=config,
-      exact=is_exact(model),
-      process=process,
-    )
+  queue, sampled = _sample(
+    queue,
+    slots=slots,
+    work=work,
+    is_complete=is_complete,
+    tally=tally,
+    logits=logits,
+    drafts=tokens,
+    # Sampling writes to arrays that the commit has read. It must wait for the
+    # commit, or XLA would copy the arrays.
+    read=read_of(cache) if commits_first else jnp.zeros((), jnp.int32),
+    version=before.epoch.astype(jnp.int32),
+    config=config,
+    exact=is_exact(model),
+    process=process,
+  )
   if not commits_first:
     # A slot that decodes commits its last token and the accepted drafts, which
     # are together as many tokens as it sampled.
@@ -267,11 +252,36 @@ def step(
     counters=counters,
     log=log,
   )
-  answers = count_answers(
-    buffers.answers, queue, slots, num_found, counts, starved
-  )
   bad_rows = _bad_rows(queue, slots, sampled.ended)
-  return state, Buffers(sampled.tally, logits.drafts, answers, bad_rows)
+  return state, Buffers(sampled.tally, logits.drafts, bad_rows)
+
+
+def _sample(
+  queue: Queue,
+  *,
+  slots: Slots,
+  work: Work,
+  is_complete: Array,
+  tally: Tally | None,
+  config: RolloutConfig,
+  **options: Any,
+) -> tuple[Queue, Sampled]:
+  """Ends sequences that sample nothing, and samples tokens of the others."""
+  ended = jnp.zeros_like(is_complete)
+  if queue.log_probs_from is not None:
+    queue, ended = end_given(queue, slots, is_complete)
+  sampled = Sampled(ended, jnp.zeros_like(work.counts), tally)
+  if not config.max_new_tokens:
+    return queue, sampled
+  return sample_tokens(
+    queue,
+    sampled,
+    slots=slots,
+    work=work,
+    samples=is_complete & ~ended,
+    config=config,
+    **options,
+  )
 
 
 def _bad_rows(queue: Queue, slots: Slots, ended: Array) -> Array | None:
@@ -288,15 +298,13 @@ def _replaced(
   return dataclasses.replace(state, queue=queue, slots=slots, memory=memory)
 
 
-def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
+def _admit(state: RolloutState) -> RolloutState:
   """Admits waiting sequences, if a slot is empty and pages are free."""
   config = state.config
 
   def enter(state: RolloutState) -> RolloutState:
     queue, slots, memory = state.queue, state.slots, state.memory
-    cache, entrants = admit.attach_prefixes(
-      queue, slots, memory.cache, config, is_scoring=is_scoring
-    )
+    cache, entrants = admit.attach_prefixes(queue, slots, memory.cache, config)
     queue, slots = admit.enter(queue, slots, entrants, cache.epoch)
     memory = dataclasses.replace(memory, cache=cache)
     return _replaced(state, queue, slots, memory)
@@ -309,9 +317,7 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
     return loops.at_most_once(is_possible, enter, state)
 
 
-def _plan_tokens(
-  state: RolloutState, widths: tuple[Width, ...], answers: AnswerCounts | None
-) -> Work | None:
+def _plan_tokens(state: RolloutState, widths: tuple[Width, ...]) -> Work | None:
   """Chooses the tokens of the step, if their pages depend on them.
 
   Returns:
@@ -322,7 +328,7 @@ def _plan_tokens(
   if cache.config.state_retention is None:
     return None
   no_slot = jnp.zeros(state.slots.row.shape, bool)
-  planned, _ = _schedule(state, no_slot, None, widths, answers)
+  planned, _ = _schedule(state, no_slot, None, widths)
   return planned
 
 
@@ -378,7 +384,7 @@ def _make_way(
     holds_pages = refused & ~is_empty(memory.cache, slot)
     leaving = jnp.where(holds_pages, slots.row, no_row)
     queue = fork.count_forked(
-      queue, slots, memory.cache, leaders, forked, refused, state.config
+      queue, slots, memory.cache, leaders, forked, refused
     )
     memory = fork.copy_partial_pages(memory, leaders, forked, refused)
     slots = dataclasses.replace(
@@ -403,7 +409,6 @@ def _schedule(
   starved: Array,
   num_drafts: Array | None,
   widths: tuple[Width, ...],
-  answers: AnswerCounts | None,
   planned: Work | None = None,
 ) -> tuple[Work, Array]:
   """Chooses the tokens of the step, or those of `planned` that have pages.
@@ -416,16 +421,9 @@ def _schedule(
   missing = jnp.where(starved, 0, missing)
   # A slot with followers stops before the last token of its prompt.
   is_followed = are_followed(slots)
-  if answers is not None:
-    keeps = keep_prompts(queue, slots, cache, state.config.num_samples)
-    is_followed |= keeps & answers.keeps_prompts
   rest = jnp.minimum(prompt_rest(queue, slots, cache), missing)
   tokens = jnp.where(is_followed, rest, missing)
   is_prefill, width = (missing > 1) | is_followed, None
-  if answers is not None:
-    tokens, width = limit_to_phase(rest, tokens)
-    # No slot decodes, so each single column can have any slot's token.
-    is_prefill = jnp.ones_like(is_prefill)
   tokens = limit_to_chunk(cache, tokens, state.config)
   if planned is not None:
     width = planned.width
@@ -440,4 +438,8 @@ def _schedule(
     width=width,
     axis=state.config.lockstep_axis,
   )
+  if queue.log_probs_from is not None and planned is None:
+    records = are_recorded(queue, slots, cache, work.counts)
+    axis = state.config.lockstep_axis
+    work = schedule.with_records(work, widths, jnp.any(records), axis)
   return work, (work.counts > 0) & (work.counts == missing)

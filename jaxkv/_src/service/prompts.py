@@ -122,8 +122,6 @@ def without_samples(
   num_rows = num_prompts * config.num_samples
   earlier = [] if queue is None else [queue.sampling]
   sampling = neutral(num_rows, *earlier)
-  priority = None if queue is None else queue.priority
-  salts = None if queue is None else queue.salts
   extra = None
   if fields is not None:
     assert fields.sampling is not None
@@ -134,22 +132,26 @@ def without_samples(
         strings, start=np.zeros((num_rows,), np.int32)
       )
     sampling = dataclasses.replace(sampling, stop_strings=strings)
-    priority = fields.priority if priority is None else priority
-    salts = fields.salts if salts is None else salts
     extra = jax.tree.map(
       lambda leaf: np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype),
       fields.extra,
     )
+  optional = {
+    "priority": np.zeros((num_rows,), np.int32),
+    "log_probs_from": np.zeros((num_prompts,), np.int32),
+    "salts": np.zeros((num_rows, hashing.KEY_WORDS), np.uint32),
+  }
   return Requests(
     np.zeros((num_prompts, 1), np.int32),
     np.ones((num_prompts,), np.int32),
     sampling=sampling,
     num_samples=np.zeros((num_prompts,), np.int32),
-    priority=None if priority is None else np.zeros((num_rows,), np.int32),
-    salts=None
-    if salts is None
-    else np.zeros((num_rows, hashing.KEY_WORDS), np.uint32),
     extra=extra,
+    **{
+      name: array
+      for name, array in optional.items()
+      if any(getattr(rows, name, None) is not None for rows in (fields, queue))
+    },
   )
 
 
@@ -159,6 +161,7 @@ def fits(requests: Requests, queue: Queue) -> bool:
   def layout(rows: Any) -> Any:
     sampling = dataclasses.replace(rows.sampling, max_tokens=None, seed=None)
     leaves = sampling, rows.extra, rows.salts, rows.priority
+    leaves = (*leaves, rows.log_probs_from)
     return jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), leaves)
 
   assert requests.sampling is not None

@@ -55,7 +55,8 @@ def score(
   longest = max(1, int(answer_lengths.max()))
 
   def own(array: np.ndarray) -> np.ndarray:
-    array = array[:num_prompts]
+    # The number of computed tokens is no array of prompts.
+    array = array[:num_prompts] if array.ndim else array
     return array[:, :, :longest] if array.ndim > 2 else array
 
   return jax.tree.map(own, scored)

@@ -21,7 +21,6 @@ _OPTIONS = (
   "unfiltered_log_probs",
   "entropy",
   "top_log_probs",
-  "prompt_log_probs",
   "record_experts",
 )
 
@@ -59,6 +58,7 @@ def layout_of(state: RolloutState) -> tuple[tuple[str, str], ...]:
     ("RolloutConfig.max_length", str(queue.width)),
     ("key", str(queue.keys.dtype)),
     ("Requests.priority", types(queue.priority)),
+    ("Requests.log_probs_from", types(queue.log_probs_from)),
     ("Requests.salts", types(queue.salts)),
     ("Requests.extra", types(queue.extra)),
     ("Sampling.stop_strings", types(tables, axes=0)),

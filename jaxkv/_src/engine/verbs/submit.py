@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
@@ -67,11 +68,11 @@ def submit(
     requests: P prompts, of fewer than W columns. `salts` and stop strings are
       required if and only if `init` had them. Stop strings must have the
       automata of those in `init`, as the results of `StopStrings.select` have;
-      under `jax.jit`, only their shapes are compared. `priority`, and the
-      fields of `sampling` except `max_tokens` and `seed`, must be None if they
-      were None in `init`. If `init` had them, None means priority 0, or turns
-      the field off. `extra` has the tree, row shapes and dtypes of `extra` in
-      `init`.
+      under `jax.jit`, only their shapes are compared. `priority`,
+      `log_probs_from`, and the fields of `sampling` except `max_tokens` and
+      `seed`, must be None if they were None in `init`. If `init` had them, None
+      means priority 0, or turns the field off. `extra` has the tree, row shapes
+      and dtypes of `extra` in `init`.
     ids: int32[P], the id of each prompt's first sample. The other samples have
       the next G - 1 ids. Without `Sampling.seed`, a sample's random key depends
       on its id. None to continue after the largest id so far.
@@ -103,15 +104,6 @@ def matching(
 ) -> Requests:
   """Returns requests with the optional fields of the queue, or raises."""
   check_columns(requests.tokens.shape[1], queue.width)
-  priority = requests.priority
-  if queue.priority is None and priority is not None:
-    raise ValueError(
-      "`requests.priority` must be None, because it was None in `init`, got an "
-      "array; also set it in `init`."
-    )
-  if queue.priority is not None and priority is None:
-    num_sequences = requests.tokens.shape[0] * config.num_samples
-    priority = jnp.zeros((num_sequences,), jnp.int32)
   if (requests.salts is None) != (queue.salts is None):
     presence = "none" if requests.salts is None else "some"
     raise ValueError(
@@ -129,7 +121,28 @@ def matching(
       )
     check_stop_strings(sampling.stop_strings, strings, "in `init`")
   check_extra(requests.extra, queue.extra, "in `init`")
-  return dataclasses.replace(requests, priority=priority)
+  return _with_defaults(queue, requests, config)
+
+
+def _with_defaults(
+  queue: Queue, requests: Requests, config: RolloutConfig
+) -> Requests:
+  """Fills the fields that the queue has and `requests` lack, or raises."""
+  num_prompts = requests.tokens.shape[0]
+  defaults = {
+    "priority": np.zeros((num_prompts * config.num_samples,), np.int32),
+    "log_probs_from": np.full((num_prompts,), indexing.NOWHERE, np.int32),
+  }
+  for name, default in defaults.items():
+    is_absent = getattr(requests, name) is None
+    if getattr(queue, name) is not None and is_absent:
+      requests = dataclasses.replace(requests, **{name: jnp.asarray(default)})
+    elif getattr(queue, name) is None and not is_absent:
+      raise ValueError(
+        f"`requests.{name}` must be None, because it was None in `init`, got "
+        "an array; also set it in `init`."
+      )
+  return requests
 
 
 @jax.jit
