@@ -261,22 +261,23 @@ def test_first_prompt_is_computed_first():
 
 
 @pytest.mark.parametrize(
-  ("largest", "decode_steps"),
+  ("largest", "options"),
   [
-    ("memory", 3),
-    ("queue", 1),
-    pytest.param("memory", 1, marks=pytest.mark.deep),
-    pytest.param("queue", 3, marks=pytest.mark.deep),
+    ("memory", {"decode_steps": 3}),
+    ("queue", {}),
+    pytest.param("queue", {"draft_tokens": 2}, marks=pytest.mark.slow),
+    pytest.param("memory", {}, marks=pytest.mark.deep),
+    pytest.param("queue", {"decode_steps": 3}, marks=pytest.mark.deep),
   ],
 )
-def test_pools_are_updated_in_place(largest, decode_steps):
+def test_pools_are_updated_in_place(largest, options):
   """A step rewrites neither the K/V memory nor the queue of sequences."""
   config = rollout.RolloutConfig(
     num_samples=2,
     max_new_tokens=6,
     prefill_chunk=3,
     window=4,
-    decode_steps=decode_steps,
+    **options,
   )
   prompts = [[1] * 10] * 2
   if largest == "queue":

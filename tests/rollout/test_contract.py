@@ -111,12 +111,11 @@ def example(verb: str, seed: int = 0):
   if verb == "generate":
     until = rollout.Until(steps=jnp.int32(1))
     return state, {"params": jnp.asarray(weights), "until": until}
-  # With tables for drafts, which `generate` would take long to compile for.
+  # With rates of drafts, which `generate` would take long to compile for.
   options = {"draft_tokens": 3, "draft_match": 1, "draft_columns": 4}
   config = dataclasses.replace(state.config, **options)
-  queue = state.queue
-  tables = ngrams.init_tables(queue.tokens, queue.length, config)
-  queue = dataclasses.replace(queue, ngrams=tables)
+  rates = jnp.full((state.queue.size,), ngrams.FIRST_RATE, jnp.float32)
+  queue = dataclasses.replace(state.queue, draft_rates=rates)
   state = dataclasses.replace(state, config=config, queue=queue)
   if verb == "import_sequences":
     arguments = _arguments("export", state)

@@ -373,18 +373,3 @@ def test_settings_and_automata_move():
     expected = jax.tree.map(lambda array: array[order], expected)
     jax.tree.map(np.testing.assert_array_equal, expected, actual)
   assert len(set(moved.queue.length.tolist())) > 1
-
-
-@pytest.mark.slow
-def test_drafts_do_not_copy_removed_sequences():
-  """A group is imported without the sample that was in its first row."""
-  config = dataclasses.replace(_CONFIG, draft_tokens=2, draft_match=1)
-  state, _ = rollout.export(_begun((2, 0, 0, 0), config), [0, 1])
-  source = _begun((0, 2, 0, 0), config)
-  _, exported = rollout.export(source, [3])
-  state, out = rollout.import_sequences(state, exported)
-  assert out.code.tolist() == [_OK]
-  row = int(jnp.argmax(state.queue.status != by_hand.EMPTY))
-  # An entry is 1 + 2 * (the column after an n-gram) + the index of its sample.
-  columns = (state.queue.ngrams.table[row // 2] - 1) // 2
-  assert int(jnp.max(columns)) < int(state.queue.length[row])

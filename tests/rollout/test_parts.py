@@ -115,16 +115,10 @@ def _drafts_of(state):
 
 
 def test_drafts_continue_repeated_ngrams():
-  """Drafts are the tokens that followed the same two tokens before.
-
-  All tables map the last two tokens to column 2, which is right for the first
-  prompt alone.
-  """
+  """Drafts are the tokens that followed the same two tokens before."""
   prompts = [[1, 2, 3, 4, 5, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
   state = by_hand.begun(by_hand.sizes(40, 4), _GUESSES, prompts)
-  table = jnp.full_like(state.queue.ngrams.table, 2 * 2 + 1)
-  tables = dataclasses.replace(state.queue.ngrams, table=table)
-  state = by_hand.with_queue(state, ngrams=tables)
+  rates = state.queue.draft_rates
   rows = jnp.asarray([0, 1, 2, 4], jnp.int32)
   drafts = _drafts_of(state)
   assert drafts.found.tolist() == [True, True, False, False]
@@ -137,12 +131,12 @@ def test_drafts_continue_repeated_ngrams():
   # Both were found, so both are tried again, and the first one was wrong.
   zeros = jnp.zeros_like(limited.counts)
   for _ in range(6):
-    tables = ngrams.learn(tables, rows, drafts.found, limited.counts, zeros)
-  state = by_hand.with_queue(state, ngrams=tables)
+    rates = ngrams.learn(rates, rows, drafts.found, limited.counts, zeros)
+  state = by_hand.with_queue(state, draft_rates=rates)
   assert _drafts_of(state).counts.tolist() == [0, 3, 0, 0]
   for _ in range(40):
-    tables = ngrams.learn(tables, rows, drafts.found, zeros, zeros)
-  state = by_hand.with_queue(state, ngrams=tables)
+    rates = ngrams.learn(rates, rows, drafts.found, zeros, zeros)
+  state = by_hand.with_queue(state, draft_rates=rates)
   assert _drafts_of(state).counts.tolist() == [1, 3, 0, 0]
 
 

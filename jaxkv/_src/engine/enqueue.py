@@ -8,9 +8,9 @@ from jax import Array
 
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
-from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.expert_records import unknown_experts
+from jaxkv._src.engine.ngrams import FIRST_RATE
 from jaxkv._src.engine.page_keys import page_keys
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Finish
@@ -79,6 +79,7 @@ def new_queue(
     log_probs_from = jnp.repeat(jnp.asarray(log_probs_from), samples)
   order, position = order_of(ids, requests.priority)
   strings = sampling.stop_strings
+  rates = jnp.full((num_sequences,), FIRST_RATE, jnp.float32)
   return Queue(
     tokens=tokens,
     ids=ids,
@@ -111,7 +112,7 @@ def new_queue(
     salts=requests.salts,
     stop_states=None if strings is None else jnp.copy(strings.start),
     experts=unknown_experts(kv, tokens, config),
-    ngrams=ngrams.init_tables(tokens, lengths, config),
+    draft_rates=rates if config.draft_tokens else None,
   )
 
 

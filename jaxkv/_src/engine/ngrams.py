@@ -1,204 +1,95 @@
 """Proposes draft tokens from n-gram matches, see `RolloutConfig.draft_match`.
 
-The table of a prompt maps the hash of an n-gram of N tokens to its rightmost
-occurrence. Hashes can collide, so the tokens are compared too.
+A sequence gets no more drafts than are likely to be all accepted. Otherwise, at
+high temperatures, most columns for drafts would be wasted.
 """
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 from jax import Array
-from jax import lax
 
 from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
 
 LIKELY = 0.5  # Minimum probability that all drafts of a row are accepted.
-_FIRST_RATE = 0.8  # Initial acceptance rate.
+FIRST_RATE = 0.8  # Initial acceptance rate.
 _DECAY = 0.8  # Decay of the moving average of acceptance rates.
 _RECOVERY = 0.01  # Added to a low rate at each match without a draft.
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NgramTables:
-  """A table of Z entries for each of P prompts, and acceptance rates.
-
-  Attributes:
-    table: column * G + sample + 1, where `column` of `sample` follows the
-      rightmost occurrence of an n-gram; 0 for none.  # int32[P, Z]
-    rate: the acceptance rate of each sequence's drafts.  # float32[Q]
-  """
-
-  table: Array
-  rate: Array
-
-
-def init_tables(
-  tokens: Array, lengths: Array, config: RolloutConfig
-) -> NgramTables | None:
-  """Returns tables with the prompts' n-grams; None without speculation."""
-  if not config.draft_tokens:
-    return None
-  num_rows, width = tokens.shape
-  # At least twice the number of n-grams, so that few collide. `_place` needs a
-  # power of two.
-  table_size = 1 << (2 * width * config.num_samples - 1).bit_length()
-  tables = NgramTables(
-    table=jnp.zeros((num_rows // config.num_samples, table_size), jnp.int32),
-    rate=jnp.full((num_rows,), _FIRST_RATE, jnp.float32),
-  )
-  rows = jnp.arange(num_rows, dtype=jnp.int32)
-  return reset_rows(tables, tokens, lengths, rows, config)
-
-
-def reset_rows(
-  tables: NgramTables,
-  tokens: Array,
-  lengths: Array,
-  rows: Array,
-  config: RolloutConfig,
-) -> NgramTables:
-  """Resets the tables and rates of whole groups, in rows int32[R]."""
-  samples = config.num_samples
-  # A group shares one table, which at first has the n-grams of the prompt.
-  first_rows = rows[::samples]
-  group = jnp.where(
-    first_rows < tokens.shape[0], first_rows // samples, tables.table.shape[0]
-  )
-  tables = dataclasses.replace(
-    tables,
-    table=indexing.put(tables.table, group, values=0),
-    rate=indexing.put(tables.rate, rows, values=jnp.float32(_FIRST_RATE)),
-  )
-  length = indexing.take(lengths, first_rows)
-  width = tokens.shape[1]
-  start = sharding.zeros_like(length)
-  return add_tokens(tables, tokens, first_rows, start, length, config, width)
-
-
-def replace_rows(
-  tables: NgramTables,
-  tokens: Array,
-  lengths: Array,
-  *,
-  group_rows: Array,
-  new_rows: Array,
-  config: RolloutConfig,
-) -> NgramTables:
-  """Enters sequences in rows int32[R], some of them in new groups.
-
-  `group_rows`, int32[X], are all rows of the new groups, whose tables are
-  reset.
-  """
-  # Of no tokens, because EMPTY rows still have those of removed sequences.
-  tables = reset_rows(
-    tables, tokens, jnp.zeros_like(lengths), group_rows, config
-  )
-  return add_tokens(
-    tables,
-    tokens,
-    new_rows,
-    jnp.zeros_like(new_rows),
-    indexing.take(lengths, new_rows),
-    config,
-    tokens.shape[1],
-  )
-
-
-def add_tokens(
-  tables: NgramTables,
-  tokens: Array,
-  rows: Array,
-  start: Array,
-  stop_column: Array,
-  config: RolloutConfig,
-  max_tokens: int,
-) -> NgramTables:
-  """Adds the n-grams that end before the columns `start` .. `stop_column - 1`.
-
-  `rows`, `start` and `stop_column` are int32[R]. At most `max_tokens` columns
-  of a row are used, and none of row Q.
-  """
-  samples = config.num_samples
-  column = start[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
-  inside = (column < stop_column[:, None]) & (column >= config.draft_match)
-  inside &= (rows < tokens.shape[0])[:, None]
-  bucket = _place(tables, _ngrams_before(tokens, rows, column, config))
-  group = indexing.where_valid(inside, (rows // samples)[:, None])
-  # The maximum keeps the rightmost occurrence of an n-gram.
-  value = column * samples + (rows % samples)[:, None] + 1
-  table = indexing.put_max(tables.table, group, bucket, values=value)
-  return dataclasses.replace(tables, table=table)
-
-
-def _ngrams_before(
-  tokens: Array, rows: Array, column: Array, config: RolloutConfig
-) -> Array:
-  """Returns the N tokens before each column int32[R, X], as int32[R, X, N]."""
-  back = jnp.arange(-config.draft_match, 0, dtype=jnp.int32)
-  position = column[..., None] + back[None, None]
-  return indexing.take(tokens, rows[:, None, None], position, fill=-1)
-
-
-def _place(tables: NgramTables, ngrams: Array) -> Array:
-  """Returns the table index of n-grams int32[..., N]."""
-  key = jnp.zeros(ngrams.shape[:-1], jnp.uint32)
-  for index in range(ngrams.shape[-1]):
-    token = ngrams[..., index].astype(jnp.uint32)
-    # Multiplication mixes low bits into high bits, and the shift the reverse.
-    key = (key ^ token) * jnp.uint32(0x9E3779B1)
-    key ^= key >> jnp.uint32(15)
-  return (key & jnp.uint32(tables.table.shape[1] - 1)).astype(jnp.int32)
-
-
 def propose(
-  tables: NgramTables,
-  tokens: Array,
-  lengths: Array,
-  rows: Array,
-  decodes: Array,
-  config: RolloutConfig,
-) -> tuple[Array, Array, Array]:
-  """Proposes tokens for `rows`, int32[B], where `decodes`, bool[B], is True.
+  queue: Queue, rows: Array, config: RolloutConfig
+) -> tuple[Array, Array]:
+  """Proposes the tokens after an earlier occurrence of the last n tokens.
+
+  `rows`, int32[B], are those of the sequences; Q for none.
 
   Returns:
     int32[B, K], the drafts; int32[B], the number of tokens after the match,
-    which may exceed K; and bool[B], rows with an n-gram match, see `learn`.
+    which may exceed K; 0 without a match.
   """
   samples = config.num_samples
-  max_drafts = config.draft_tokens
-  length = indexing.take(lengths, rows)
-  ngram = _ngrams_before(tokens, rows, length[:, None], config)[:, 0]
-  bucket = _place(tables, ngram)
-  value = indexing.take(tables.table, rows // samples, bucket) - 1
-  column = elementwise.quotient(jnp.maximum(value, 0), samples)
-  source = rows // samples * samples + jnp.maximum(value, 0) % samples
-  match = _ngrams_before(tokens, source, column[:, None], config)[:, 0]
-  stop_column = indexing.take(lengths, source)
-  has_match = decodes & (value >= 0) & (column < stop_column)
-  has_match &= jnp.all(match == ngram, axis=1) & jnp.all(ngram >= 0, axis=1)
-  ahead = column[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)[None]
+  first_row = elementwise.quotient(rows, samples) * samples
+  column, sample = _rightmost_match(queue, rows, first_row, config)
+  source = first_row + sample
+  ahead = jnp.arange(config.draft_tokens, dtype=jnp.int32)[None]
+  drafts = indexing.take(queue.tokens, source[:, None], column[:, None] + ahead)
+  counts = indexing.take(queue.length, source) - column
+  return drafts, jnp.where(column > 0, counts, 0)
 
-  def drafts() -> tuple[Array, Array]:
-    counts = jnp.where(has_match, stop_column - column, 0)
-    return indexing.take(tokens, source[:, None], ahead), counts
 
-  # Most steps have no match, so the gather is usually skipped.
-  drafted, counts = lax.cond(
-    jnp.any(has_match), drafts, lambda: (sharding.zeros_like(ahead), column & 0)
+def _rightmost_match(
+  queue: Queue, rows: Array, first_row: Array, config: RolloutConfig
+) -> tuple[Array, Array]:
+  """Finds the rightmost match of each sequence among all G samples.
+
+  Returns:
+    int32[B], the column after the match, 0 for none; int32[B], its sample, the
+    last one of several.
+  """
+  samples, num_matched = config.num_samples, config.draft_match
+  length = indexing.take(queue.length, rows)
+  back = jnp.arange(-num_matched, 0, dtype=jnp.int32)[None]
+  ngram = indexing.take(
+    queue.tokens, rows[:, None], length[:, None] + back, fill=-1
   )
-  return drafted, counts, has_match
+  sample = jnp.arange(samples, dtype=jnp.int32)
+  group = first_row[:, None] + sample[None]
+  # An EMPTY row may still have a removed sequence of another prompt.
+  first_ids = queue.ids - jnp.arange(queue.size, dtype=jnp.int32)
+  first_id = indexing.take(first_ids, rows)[:, None]
+  is_same_prompt = indexing.take(first_ids, group) == first_id
+  stop_column = jnp.where(is_same_prompt, indexing.take(queue.length, group), 0)
+  # The columns that can follow a match.
+  num_columns = max(queue.width - num_matched, 0)
+  column = num_matched + jnp.arange(num_columns, dtype=jnp.int32)
+
+  def match(_: Array) -> Array:
+    tokens = indexing.take(queue.tokens, group)
+    matches = column[None, None] < stop_column[..., None]
+    for index in range(num_matched):
+      earlier = tokens[:, :, index : index + num_columns]
+      matches &= earlier == ngram[:, index, None, None]
+    place = column[None] * samples + sample[:, None]
+    place = jnp.where(matches, place[None], 0)
+    return jnp.max(place, axis=(1, 2), initial=0)
+
+  # Otherwise XLA:CPU would compute `ngram` and `stop_column` again for each of
+  # the W columns.
+  decodes = jnp.any(rows < queue.no_row)
+  place = loops.if_needed(decodes, match, sharding.zeros_like(rows))
+  return (
+    elementwise.quotient(place, samples),
+    elementwise.remainder(place, samples),
+  )
 
 
-def likely_lengths(
-  tables: NgramTables, rows: Array, config: RolloutConfig
-) -> Array:
+def likely_lengths(rates: Array, rows: Array, config: RolloutConfig) -> Array:
   """Returns int32[B], the largest counts with P(all accepted) >= LIKELY."""
-  rate = indexing.take(tables.rate, rows)
+  rate = indexing.take(rates, rows)
   powers = jnp.cumprod(
     jnp.broadcast_to(rate[:, None], (rate.shape[0], config.draft_tokens)),
     axis=1,
@@ -207,32 +98,22 @@ def likely_lengths(
 
 
 def learn(
-  tables: NgramTables,
-  rows: Array,
-  has_match: Array,
-  drafted: Array,
-  accepted: Array,
-) -> NgramTables:
+  rates: Array, rows: Array, found: Array, drafted: Array, accepted: Array
+) -> Array:
   """Updates the acceptance rates of rows int32[B]; ignores row Q.
 
-  If a row has a match but no drafts, a low rate rises slowly, so that drafts
-  are tried again later. `drafted` and `accepted`, int32[B], are numbers of
-  draft tokens.
+  If a row has a match, as `found`, bool[B], says, but no drafts, a low rate
+  rises slowly, so that drafts are tried again later. `drafted` and `accepted`,
+  int32[B], are numbers of draft tokens.
   """
-
-  def learned() -> Array:
-    rate = indexing.take(tables.rate, rows)
-    fraction = accepted.astype(jnp.float32)
-    fraction /= jnp.maximum(drafted, 1).astype(jnp.float32)
-    updated = rate * jnp.float32(_DECAY) + fraction * jnp.float32(1 - _DECAY)
-    recovered = jnp.minimum(
-      rate + jnp.float32(_RECOVERY), jnp.float32(_FIRST_RATE)
-    )
-    recovered = jnp.where(rate < LIKELY, recovered, rate)
-    rate = jnp.where(drafted > 0, updated, recovered)
-    target_rows = indexing.where_valid(has_match | (drafted > 0), rows)
-    return indexing.put(tables.rate, target_rows, values=rate)
-
-  changed = jnp.any(has_match | (drafted > 0))
-  rate = lax.cond(changed, learned, lambda: tables.rate)
-  return dataclasses.replace(tables, rate=rate)
+  rate = indexing.take(rates, rows)
+  fraction = accepted.astype(jnp.float32)
+  fraction /= jnp.maximum(drafted, 1).astype(jnp.float32)
+  updated = rate * jnp.float32(_DECAY) + fraction * jnp.float32(1 - _DECAY)
+  recovered = jnp.minimum(
+    rate + jnp.float32(_RECOVERY), jnp.float32(FIRST_RATE)
+  )
+  recovered = jnp.where(rate < LIKELY, recovered, rate)
+  rate = jnp.where(drafted > 0, updated, recovered)
+  target_rows = indexing.where_valid(found | (drafted > 0), rows)
+  return indexing.put(rates, target_rows, values=rate)

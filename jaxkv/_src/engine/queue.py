@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import indexing
-from jaxkv._src.engine.ngrams import NgramTables
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.statistics import Records
 
@@ -109,7 +108,8 @@ class Queue:
     experts: the k experts of each token in each of J layers, written when the
       sequence leaves a slot; -1 if unknown. None unless
       `RolloutConfig.record_experts`.  # int16 or int32[Q, W, J, k]
-    ngrams: tables of n-grams; None without speculation.
+    draft_rates: the share of each sequence's recent drafts that were accepted;
+      None without speculation.  # float32[Q]
   """
 
   tokens: Array
@@ -142,7 +142,7 @@ class Queue:
   salts: Array | None = None
   stop_states: Array | None = None
   experts: Array | None = None
-  ngrams: NgramTables | None = None
+  draft_rates: Array | None = None
 
   @property
   def size(self) -> int:

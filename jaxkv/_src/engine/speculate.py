@@ -50,25 +50,23 @@ def propose_drafts(
   draft: Draft | None,
 ) -> Drafts | None:
   """Returns drafts for which pages are free; None without speculation."""
-  tables = queue.ngrams
-  if tables is None:
+  rates = queue.draft_rates
+  if rates is None:
     return None
   missing = missing_tokens(queue, slots, cache)
   decodes = (missing == 1) & ~are_followed(slots)
   rows = jnp.where(decodes, slots.row, queue.no_row)
   if draft is None:
-    tokens, counts, has_match = ngrams.propose(
-      tables, queue.tokens, queue.length, rows, decodes, config
-    )
+    tokens, counts = ngrams.propose(queue, rows, config)
   else:
     buffer = indexing.take(queue.tokens, rows)
     tokens, counts = _as_drafts(
       draft(params, rows_of(queue, rows), buffer), slots.size, config
     )
-    has_match = decodes & (counts > 0)
+  found = decodes & (counts > 0)
   # The last token of a sequence is never an input, so it is never a draft.
   room = indexing.take(queue.limit, rows) - indexing.take(queue.length, rows)
-  likely = ngrams.likely_lengths(tables, rows, config)
+  likely = ngrams.likely_lengths(rates, rows, config)
   counts = jnp.minimum(jnp.minimum(likely, room - 1), counts)
   counts = jnp.maximum(counts, 0)
   counts = lax.cond(
@@ -76,7 +74,7 @@ def propose_drafts(
     lambda: jnp.where(_fits(queue, slots, cache, counts, config), counts, 0),
     lambda: counts,
   )
-  return Drafts(tokens, counts, has_match)
+  return Drafts(tokens, counts, found)
 
 
 def _as_drafts(
@@ -115,31 +113,13 @@ def _fits(
 
 
 def learn_from(
-  queue: Queue,
-  slots: Slots,
-  work: Work,
-  drafts: Drafts | None,
-  sampled: Array,
-  config: RolloutConfig,
-  old_lengths: Array,
+  queue: Queue, slots: Slots, work: Work, drafts: Drafts | None, sampled: Array
 ) -> Queue:
-  """Updates the n-gram tables and acceptance rates with sampled tokens.
-
-  `old_lengths`, int32[B], is the length of each sequence before this step, and
-  `sampled`, int32[B], the number of tokens that its slot sampled.
-  """
-  tables = queue.ngrams
-  if tables is None or drafts is None or work.drafts is None:
+  """Updates acceptance rates; each slot sampled `sampled`, int32[B], tokens."""
+  if drafts is None or work.drafts is None or queue.draft_rates is None:
     return queue
-  tables = ngrams.add_tokens(
-    tables,
-    queue.tokens,
-    slots.row,
-    old_lengths,
-    old_lengths + sampled,
-    config,
-    config.draft_tokens + 1,
-  )
   accepted = jnp.maximum(sampled - 1, 0)
-  tables = ngrams.learn(tables, slots.row, drafts.found, work.drafts, accepted)
-  return dataclasses.replace(queue, ngrams=tables)
+  rates = ngrams.learn(
+    queue.draft_rates, slots.row, drafts.found, work.drafts, accepted
+  )
+  return dataclasses.replace(queue, draft_rates=rates)

@@ -168,7 +168,6 @@ def step(
       model=model,
     )
   memory, counts = dataclasses.replace(memory, kv=kv), work.counts
-  first = indexing.take(queue.length, slots.row)
   num_more = None
   if config.decode_steps > 1:
     with jax.named_scope("reserve"):
@@ -238,7 +237,7 @@ def step(
     widths,
     num_decodes,
   )
-  queue = learn_from(queue, slots, work, drafts, sampled.counts, config, first)
+  queue = learn_from(queue, slots, work, drafts, sampled.counts)
   # Pages of ended and of preempted sequences are freed in one call.
   leaving = jnp.where(sampled.ended, slots.row, leaving)
   queue = save_experts(queue, memory.kv, cache, leaving)

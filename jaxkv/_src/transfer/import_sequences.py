@@ -23,7 +23,6 @@ from jaxkv._src.cache.steps.reserve import reservation
 from jaxkv._src.cache.steps.reserve import reserve
 from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.admit import empty_slots
 from jaxkv._src.engine.admit import groups_by_pool
 from jaxkv._src.engine.admit import pages_at_once
@@ -107,7 +106,7 @@ def _import(
   state, exported, mask = sharding.match_varying_axes((state, exported, mask))
   queue, cache = state.queue, state.memory.cache
   samples = state.config.num_samples
-  rows, opens_group, code = _rows_of(state, exported, mask)
+  rows, code = _rows_of(state, exported, mask)
   is_ok = code == Status.OK
   # Rows of refused sequences are out of range, so nothing is written for them.
   target_rows = indexing.where_valid(is_ok, rows)
@@ -127,18 +126,6 @@ def _import(
     ) from error
   first_ids = sequences.ids - exported.sample
   queue = with_ids_used(queue, first_ids, is_ok, samples)
-  if queue.ngrams is not None:
-    first_rows = indexing.where_valid(opens_group, rows - exported.sample)
-    group = first_rows[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
-    tables = ngrams.replace_rows(
-      queue.ngrams,
-      queue.tokens,
-      queue.length,
-      group_rows=group.reshape(-1),
-      new_rows=target_rows,
-      config=state.config,
-    )
-    queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   if has_usable_pages(exported, state):
     state = _with_pages(state, exported, target_rows)
@@ -147,12 +134,11 @@ def _import(
 
 def _rows_of(
   state: RolloutState, exported: Exported, mask: Array
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
   """Finds a row for each sequence.
 
   Returns:
-    The rows, int32[R]; bool[R], True for the first sequence that enters a group
-    of G EMPTY rows; and the codes, int32[R].
+    The rows, int32[R]; and the codes, int32[R].
   """
   queue, samples = state.queue, state.config.num_samples
   ids, sample = exported.queue.ids, exported.sample
@@ -184,7 +170,7 @@ def _rows_of(
   group = jnp.where(leader < num_groups, leader, group)
   has_no_group = is_ok & (group >= num_groups)
   code = jnp.where(has_no_group, jnp.int32(Status.QUEUE_FULL), code)
-  return group * samples + sample, opens_group & ~has_no_group, code
+  return group * samples + sample, code
 
 
 def _with_pages(

@@ -13,7 +13,6 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.enqueue import sequence_keys
 from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.page_keys import rehash
@@ -100,15 +99,14 @@ def _branch(
   first_ids, groups, code = places(queue, code, samples)
   is_served = code == Status.OK
   first_rows = indexing.where_valid(is_served, groups * samples)[:, None]
-  group_rows = first_rows + jnp.arange(samples, dtype=jnp.int32)[None]
-  new_rows = group_rows[:, :count].reshape(-1)
+  copy = jnp.arange(count, dtype=jnp.int32)
+  new_rows = (first_rows + copy[None]).reshape(-1)
   # Expert ids of running sequences are still in their pages.
   saved = save_experts(queue, memory.kv, memory.cache, state.slots.row)
   parents = indexing.where_valid(is_served, rows)
   copies = take_rows(saved, jnp.repeat(parents, count))
   runs = copies.status == SequenceStatus.RUNNING
-  copy_ids = first_ids[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-  copy_ids = copy_ids.reshape(-1)
+  copy_ids = (first_ids[:, None] + copy[None]).reshape(-1)
   copies = dataclasses.replace(
     copies,
     ids=copy_ids,
@@ -124,15 +122,5 @@ def _branch(
   queue = put_rows(queue, new_rows, copies)
   queue = with_ids_used(queue, first_ids, is_served, samples)
   queue = rehash(queue, memory.cache, new_rows)
-  if queue.ngrams is not None:
-    tables = ngrams.replace_rows(
-      queue.ngrams,
-      queue.tokens,
-      queue.length,
-      group_rows=group_rows.reshape(-1),
-      new_rows=new_rows,
-      config=state.config,
-    )
-    queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   return state, Branched(code=code, ids=jnp.where(is_served, first_ids, -1))

@@ -12,7 +12,6 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.page_keys import rehash
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import SequenceStatus
@@ -148,16 +147,5 @@ def _extend(
     queue = dataclasses.replace(
       queue, priority=new_priority, order=order, place=place
     )
-  if queue.ngrams is not None:
-    tables = ngrams.add_tokens(
-      queue.ngrams,
-      queue.tokens,
-      target,
-      old_length,
-      length,
-      state.config,
-      columns,
-    )
-    queue = dataclasses.replace(queue, ngrams=tables)
   queue = rehash(queue, state.memory.cache, target)
   return dataclasses.replace(state, queue=queue), Outcome(code=code)

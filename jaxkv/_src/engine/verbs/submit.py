@@ -13,10 +13,10 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.enqueue import new_queue
 from jaxkv._src.engine.enqueue import sequence_keys
+from jaxkv._src.engine.ngrams import FIRST_RATE
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import first_of
@@ -33,7 +33,7 @@ from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.sampling import settings
 
-_OF_WHOLE_QUEUE = {"next_id", "ngrams", "order", "place", "sampling"}
+_OF_WHOLE_QUEUE = {"draft_rates", "next_id", "order", "place", "sampling"}
 """Fields of `Queue` that `put_rows` does not write like the others."""
 
 
@@ -153,8 +153,7 @@ def _submit(
     (state, requests, ids, mask)
   )
   queue = state.queue
-  config = state.config
-  samples = config.num_samples
+  samples = state.config.num_samples
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
   new, is_bad = new_rows(state, requests)
@@ -178,11 +177,6 @@ def _submit(
   )
   queue = put_rows(queue, rows.reshape(-1), new)
   queue = with_ids_used(queue, first_ids, is_served, samples)
-  if queue.ngrams is not None:
-    tables = ngrams.reset_rows(
-      queue.ngrams, queue.tokens, queue.length, rows.reshape(-1), config
-    )
-    queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   return state, Submitted(code=code, ids=jnp.where(is_served, first_ids, -1))
 
@@ -282,7 +276,12 @@ def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
     start = indexing.put(strings.start, rows, values=start)
     strings = dataclasses.replace(strings, start=start)
   sampling = dataclasses.replace(sampling, stop_strings=strings)
-  queue = dataclasses.replace(queue, sampling=sampling, **fields)
+  rates = queue.draft_rates
+  if rates is not None:
+    rates = indexing.put(rates, rows, values=jnp.float32(FIRST_RATE))
+  queue = dataclasses.replace(
+    queue, sampling=sampling, draft_rates=rates, **fields
+  )
   # New rows can precede old rows in the order, so all rows are sorted again.
   order, position = order_of(queue.ids, queue.priority)
   return dataclasses.replace(queue, order=order, place=position)
@@ -303,7 +302,7 @@ def take_rows(queue: Queue, rows: Array) -> Queue:
       return array.at[rows].get(mode="clip")
     return indexing.take(array, rows)
 
-  queue = dataclasses.replace(queue, page_keys=None, ngrams=None)
+  queue = dataclasses.replace(queue, page_keys=None, draft_rates=None)
   queue = jax.tree_util.tree_map_with_path(taken, queue)
   order, position = order_of(queue.ids, queue.priority)
   return dataclasses.replace(queue, order=order, place=position)
