@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from jaxkv._src.engine import decode_round
+from jaxkv._src.engine import schedule
 from tests.rollout import by_hand
 from tests.tools.platforms import programs_for
 
@@ -132,7 +133,6 @@ def test_a_round_ends_with_the_page_of_a_state():
   config = rollout.RolloutConfig(max_new_tokens=9, decode_steps=8)
   prompts = [[1] * length for length in (2, 3, 4, 5)]
   state = by_hand.begun(by_hand.sizes(20, 4), config, prompts)
-  counts = jnp.ones((4,), jnp.int32)
   slots = dataclasses.replace(state.slots, row=jnp.arange(4, dtype=jnp.int32))
   further = {}
   for kind in (jaxkv.FullAttention(), jaxkv.Recurrent()):
@@ -142,12 +142,13 @@ def test_a_round_ends_with_the_page_of_a_state():
     lengths = np.asarray([1, 2, 3, 4])
     cache, _ = jaxkv.allocate(jaxkv.init(sizes), lengths)
     cache, _ = jaxkv.commit(cache, np.ones((4, 4), np.int32), lengths)
-    reserve = functools.partial(
-      decode_round.reserve, max_calls=None, config=config
+    memory = dataclasses.replace(state.memory, cache=cache)
+    work = schedule.decode_work(
+      jnp.ones((4,), bool), jnp.zeros((4,), jnp.int32)
     )
-    _, tokens = jax.jit(reserve)(
-      state.queue, slots, cache, counts, samples=counts > 0
-    )
+    _, tokens = jax.jit(
+      functools.partial(decode_round.reserve, max_calls=None)
+    )(dataclasses.replace(state, slots=slots, memory=memory), work)
     further[kind] = tokens.tolist()
   assert further == {
     jaxkv.FullAttention(): [7] * 4,

@@ -109,9 +109,9 @@ def _drafts_of(state):
   # The last token of each sequence is missing.
   missing = state.queue.length.at[rows].get(mode="fill", fill_value=1) - 1
   cache = dataclasses.replace(state.memory.cache, length=missing)
-  return speculate.propose_drafts(
-    None, state.queue, slots, cache, _GUESSES, None
-  )
+  memory = dataclasses.replace(state.memory, cache=cache)
+  state = dataclasses.replace(state, slots=slots, memory=memory)
+  return speculate.propose_drafts(None, state, None)
 
 
 def test_drafts_continue_repeated_ngrams():

@@ -9,10 +9,12 @@ one lacks pages.
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
@@ -36,6 +38,8 @@ from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import chunk_size
 from jaxkv._src.engine.slots import given_tokens
 from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 
 
 class Entrants(NamedTuple):
@@ -69,7 +73,24 @@ def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   return (slots.row == queue.no_row) & is_empty(cache, slot)
 
 
-def can_admit(
+@jax.named_scope("admit")
+def admit(state: RolloutState) -> RolloutState:
+  """Admits waiting sequences, if a slot is empty and pages are free."""
+  config = state.config
+
+  def admit_some(state: RolloutState) -> RolloutState:
+    queue, slots, cache = state.queue, state.slots, state.memory.cache
+    cache, entrants = _attach_prefixes(queue, slots, cache, config)
+    queue, slots = _enter(queue, slots, entrants, cache.epoch)
+    return replaced(state, queue=queue, slots=slots, cache=cache)
+
+  # Most steps admit nothing. `lax.cond` would copy the state; a loop does not.
+  is_possible = _can_admit(state.queue, state.slots, state.memory.cache, config)
+  with jax.named_scope("rare/enter"):
+    return loops.at_most_once(is_possible, admit_some, state)
+
+
+def _can_admit(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
   """Returns bool[], False if no sequence can be admitted in this step."""
@@ -79,7 +100,7 @@ def can_admit(
   return fits & waits & jnp.any(empty_slots(queue, slots, cache))
 
 
-def attach_prefixes(
+def _attach_prefixes(
   queue: Queue,
   slots: Slots,
   cache: CacheState,
@@ -147,7 +168,7 @@ def attach_prefixes(
   )
 
 
-def enter(
+def _enter(
   queue: Queue, slots: Slots, entrants: Entrants, epoch: Array
 ) -> tuple[Queue, Slots]:
   """Seats entrants, counts whom they overtake, and fails hopeless rows."""

@@ -12,21 +12,21 @@ from jaxkv._src.cache.pool.page_pool import num_in_use
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.engine.admit import held_pages
-from jaxkv._src.engine.counters import Counters
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.decode_round import Round
+from jaxkv._src.engine.expert_records import save_full_pages
 from jaxkv._src.engine.schedule import Work
-from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
+from jaxkv._src.engine.state import widths_of
 
 
-def commit_tokens(
-  queue: Queue, slots: Slots, cache: CacheState, counts: Array
-) -> tuple[Queue, CacheState]:
+def commit_tokens(state: RolloutState, counts: Array) -> RolloutState:
   """Commits the next `counts`, int32[B], tokens of each slot.
 
-  Returns:
-    The queue, with the new keys in `Queue.page_keys`; and the cache.
+  `Queue.page_keys` gets the keys of pages that become full.
   """
+  slots, cache = state.slots, state.memory.cache
+  queue = save_full_pages(state.queue, slots, state.memory.kv, cache, counts)
   page_size = cache.config.page_size
   aligned = cache.config.alignment
   column = jnp.arange(page_size, dtype=jnp.int32)[None]
@@ -57,7 +57,8 @@ def commit_tokens(
     commit_page,
     (cache, queue.page_keys, counts),
   )
-  return dataclasses.replace(queue, page_keys=keys), cache
+  queue = dataclasses.replace(queue, page_keys=keys)
+  return replaced(state, queue=queue, cache=cache)
 
 
 def read_of(cache: CacheState) -> Array:
@@ -68,32 +69,26 @@ def read_of(cache: CacheState) -> Array:
 
 
 def count_step(
-  counters: Counters,
-  queue: Queue,
-  slots: Slots,
-  old_cache: CacheState,
-  cache: CacheState,
+  state: RolloutState,
+  *,
+  before: RolloutState,
   work: Work,
-  counts: Array,
-  sampled: Array,
-  all_widths: tuple[Width, ...],
-  num_decodes: Array | None,
-) -> tuple[Counters, Queue]:
-  """Adds a step to the counters and to `Queue.computed`.
+  calls: Round,
+) -> RolloutState:
+  """Adds the calls of a step to the counters, the log and `Queue.computed`.
 
-  Each slot committed `counts` and sampled `sampled` tokens, int32[B] each.
-  `old_cache` is the cache before the commit. After the first call, with `work`,
-  there were `num_decodes`, int32[], further calls; None for 0.
+  `before` is the state before the commit, and `work` that of the first call.
   """
+  counts, sampled = calls.counts, calls.sampled.counts
+  old_cache = before.memory.cache
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  counters, all_widths = state.counters, widths_of(state)
   columns = jnp.asarray([width.columns for width in all_widths], jnp.int32)
   widths = jnp.arange(len(all_widths), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
-  num_calls = jnp.int32(1)
-  calls = (widths == work.width).astype(jnp.int32)
-  if num_decodes is not None:
-    num_calls = num_calls + num_decodes
-    rows = rows + num_decodes * slots.size
-    calls += jnp.where(widths == 0, num_decodes, 0)
+  calls_by_width = (widths == work.width).astype(jnp.int32)
+  # Further calls only decode, in the first width.
+  calls_by_width += jnp.where(widths == 0, calls.num_further, 0)
   in_use = num_in_use(cache.pool).reshape(counters.peak_pages.shape)
   shared = jnp.sum(held_pages(cache), dtype=jnp.int32)
   shared -= jnp.sum(in_use, dtype=jnp.int32)
@@ -111,9 +106,9 @@ def count_step(
   computed = indexing.put(queue.computed, target_rows, values=computed)
   counters = dataclasses.replace(
     counters,
-    steps=counters.steps + num_calls,
-    calls=counters.calls + calls,
-    rows=counters.rows + rows,
+    steps=counters.steps + (calls.num_further + 1),
+    calls=counters.calls + calls_by_width,
+    rows=counters.rows + (rows + calls.num_further * slots.size),
     generated=counters.generated + jnp.sum(sampled, dtype=jnp.int32),
     prefilled=counters.prefilled + prefilled,
     recomputed=counters.recomputed + jnp.sum(recomputed, dtype=jnp.int32),
@@ -122,4 +117,5 @@ def count_step(
     peak_pages=jnp.maximum(counters.peak_pages, in_use),
     peak_shared=jnp.maximum(counters.peak_shared, shared),
   )
-  return counters, dataclasses.replace(queue, computed=computed)
+  queue = dataclasses.replace(queue, computed=computed)
+  return replaced(state, queue=queue, counters=counters, log=calls.log)

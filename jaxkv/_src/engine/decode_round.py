@@ -8,6 +8,7 @@ a step are committed together. The slot of a sequence that ends early is idle
 for the rest of the step.
 """
 
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 
@@ -21,63 +22,83 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import recurrent
-from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine import timeline
-from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.grow import num_new_pages
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import is_exact
-from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.model_call import call_model
-from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import sample_tokens
 from jaxkv._src.engine.schedule import Width
-from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import missing_tokens
-from jaxkv._src.kv.pools import Pools
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 
 
 class Round(NamedTuple):
   """The results of a step's calls so far.
 
   Attributes:
-    num_calls: int32[], the number of further calls in which a slot decoded.
+    num_further: int32[], the number of further calls in which a slot decoded.
     counts: int32[B], the number of tokens that each slot computed.
     sampled: the results of sampling.
     log: see `RolloutState.log`.
   """
 
-  num_calls: Array
+  num_further: Array
   counts: Array
   sampled: Sampled
   log: Array | None
 
 
+def first(
+  state: RolloutState, work: Work, sampled: Sampled, leaving: Array
+) -> Round:
+  """Returns the results of a step's first call, with the tokens of `work`.
+
+  `leaving`, int32[B], is the row of the sequence that leaves each slot.
+  """
+  # A slot that decodes computes its last token and the accepted drafts, which
+  # are together as many tokens as it sampled.
+  counts = jnp.maximum(work.counts, sampled.counts)
+  log = timeline.record(
+    state.log,
+    state.counters.steps.modulo(max(state.config.timeline, 1)),
+    state.queue,
+    state.slots,
+    counts,
+    work.is_complete & (work.counts == 1),
+    leaving,
+  )
+  return Round(jnp.zeros((), jnp.int32), counts, sampled, log)
+
+
+@jax.named_scope("reserve")
 def reserve(
-  queue: Queue,
-  slots: Slots,
-  cache: CacheState,
-  counts: Array,
-  samples: Array,
-  max_calls: Array | None,
-  config: RolloutConfig,
-) -> tuple[CacheState, Array]:
+  state: RolloutState, work: Work, max_calls: Array | None
+) -> tuple[RolloutState, Array | None]:
   """Reserves pages for the tokens of the further calls.
 
   There are no further calls if any slot has tokens left to compute after the
   first call. If too few pages are free, the step makes fewer calls instead of
   preempting a sequence. A step makes at most `max_calls`, int32[], calls; None
-  for no limit. In the first call, each slot computes `counts`, int32[B],
-  tokens, for which it has pages. Then the slots in `samples`, bool[B], sample.
+  for no limit. In the first call, each slot computes the tokens of `work`, for
+  which it has pages.
 
   Returns:
-    The cache; int32[B], the maximum number of further tokens of each slot.
+    The state; int32[B], the maximum number of further tokens of each slot, or
+    None if a step has a single call.
   """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  config, counts, samples = state.config, work.counts, work.is_complete
+  if config.decode_steps == 1:
+    return state, None
   cache_config = cache.config
   # The last token of a sequence is never an input of the model.
   room = indexing.take(queue.limit, slots.row) - 1
@@ -108,35 +129,34 @@ def reserve(
   longest = jnp.sum(fits, dtype=jnp.int32)
   rows = rows_of(cache, None, None)
   cache, out = make_room(cache, rows, tokens_with(longest), suffices=True)
-  return cache, jnp.where(out.ok, jnp.minimum(room, longest), 0)
+  memory = move_pages(dataclasses.replace(state.memory, cache=cache))
+  num_more = jnp.where(out.ok, jnp.minimum(room, longest), 0)
+  return replaced(state, memory=memory), num_more
 
 
 def decode(
   params: Any,
-  queue: Queue,
-  slots: Slots,
-  memory: Memory,
+  state: RolloutState,
   first_round: Round,
-  tokens: Array,
-  step: Array,
-  config: RolloutConfig,
+  num_more: Array | None,
   *,
   model: Model,
   process: Process | None,
-) -> tuple[Queue, Pools, Round]:
+) -> tuple[RolloutState, Round]:
   """Runs the further calls of a step, after its first, `first_round`.
 
-  `queue` has the tokens sampled after the first call, and `memory` the cache
-  before the commit. `tokens`, int32[B], limits further tokens, see `reserve`.
-  `step`, int32[], is the row of the first call in the log.
+  `state` has the tokens sampled after the first call, before the commit.
+  `num_more`, int32[B], limits further tokens, see `reserve`.
 
   Returns:
-    The queue, the K/V memory, and the results of all calls.
+    The state, and the results of all calls.
   """
-  cache = memory.cache
-  version = cache.epoch.astype(jnp.int32)
-  max_counts = first_round.counts + tokens
+  if num_more is None:
+    return state, first_round
+  slots, config = state.slots, state.config
+  max_counts = first_round.counts + num_more
   size_of_log = max(config.timeline, 1)
+  first_log_row = state.counters.steps.modulo(size_of_log)
   widths = (Width(drafts=0, prompts=0),)
 
   def is_decoding(going: Array) -> Array:
@@ -149,41 +169,27 @@ def decode(
     call_index, going, queue, kv, previous_round = loop
     work = schedule.decode_work(going, previous_round.counts)
     # A call without work is not logged: its row is out of range.
-    log_row = elementwise.remainder(step + call_index, size_of_log)
+    log_row = elementwise.remainder(first_log_row + call_index, size_of_log)
     is_call = is_decoding(going)
     log_row = jnp.where(is_call, log_row, size_of_log)
     log = timeline.record(
       previous_round.log, log_row, queue, slots, work.counts, going
     )
-    queue, kv, logits = call_model(
-      params,
-      queue,
-      slots,
-      Memory(cache=cache, kv=kv),
-      work,
-      None,
-      None,
-      config,
-      widths,
-      model=model,
+    call_state = replaced(state, queue=queue, kv=kv)
+    call_state, logits = call_model(
+      params, call_state, work, model=model, widths=widths
     )
-    tally = previous_round.sampled.tally
-    queue, sampled = sample_tokens(
-      queue,
-      Sampled(jnp.zeros_like(going), jnp.zeros_like(work.counts), tally),
-      slots=slots,
-      work=work,
-      samples=going,
-      logits=logits,
-      drafts=None,
-      read=jnp.zeros((), jnp.int32),
-      version=version,
-      config=config,
+    call_state, sampled = sample_tokens(
+      call_state,
+      work,
+      logits,
+      tally=previous_round.sampled.tally,
       exact=is_exact(model),
       process=process,
     )
+    queue, kv = call_state.queue, call_state.memory.kv
     next_round = Round(
-      num_calls=previous_round.num_calls + is_call.astype(jnp.int32),
+      num_further=previous_round.num_further + is_call.astype(jnp.int32),
       counts=previous_round.counts + work.counts,
       sampled=Sampled(
         ended=previous_round.sampled.ended | sampled.ended,
@@ -209,6 +215,6 @@ def decode(
     return lax.while_loop(goes_on, call, start)[1:]
 
   going = going_in(first_round, first_round.sampled.counts > 0)
-  loop = going, queue, memory.kv, first_round
+  loop = going, state.queue, state.memory.kv, first_round
   _, queue, kv, last_round = loops.at_most_once(is_decoding(going), calls, loop)
-  return queue, kv, last_round
+  return replaced(state, queue=queue, kv=kv), last_round

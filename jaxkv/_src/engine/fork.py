@@ -1,6 +1,7 @@
 """Forks the samples of a prompt from the leader that computed the prompt."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.verbs.fork import owed_copies
 from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.engine.given_log_probs import copy_recorded
@@ -18,27 +20,37 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import prompt_rest
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import copy as copy_pages
 
 
-def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Array:
-  """Returns bool[B], slots whose leader has computed all but one prompt token.
+class Forks(NamedTuple):
+  """The slots that fork in a step.
+
+  Attributes:
+    mask: bool[B], True for a slot that forks.
+    leaders: int32[B], the slot from which each forks; B for none.
+  """
+
+  mask: Array
+  leaders: Array
+
+
+@jax.named_scope("fork")
+def share_full_pages(state: RolloutState) -> tuple[RolloutState, Forks]:
+  """Shares full pages of prompts with slots whose leader has computed them.
 
   Each sample computes the last prompt token itself, to get the logits from
-  which its first token is sampled.
+  which its first token is sampled. Slots that fork no longer have a leader.
   """
-  num_prompt_tokens = prompt_rest(queue, slots, cache)
-  return indexing.take(num_prompt_tokens, slots.leader, fill=1) == 0
-
-
-def share_full_pages(
-  slots: Slots, cache: CacheState, is_ready: Array
-) -> tuple[Slots, CacheState]:
-  """Shares full pages of prompts with slots in `is_ready`, bool[B].
-
-  These slots no longer have a leader.
-  """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  if state.config.num_samples == 1:
+    never = jnp.zeros(slots.row.shape, bool)
+    return state, Forks(never, slots.leader)
+  num_left = prompt_rest(queue, slots, cache)
+  is_ready = indexing.take(num_left, slots.leader, fill=1) == 0
   slot = jnp.arange(slots.size, dtype=jnp.int32)
 
   def share(cache: CacheState) -> CacheState:
@@ -48,10 +60,46 @@ def share_full_pages(
   with jax.named_scope("rare/share"):
     cache = loops.at_most_once(jnp.any(is_ready), share, cache)
   leader = jnp.where(is_ready, slots.no_slot, slots.leader)
-  return dataclasses.replace(slots, leader=leader), cache
+  forked_slots = dataclasses.replace(slots, leader=leader)
+  state = replaced(state, slots=forked_slots, cache=cache)
+  return state, Forks(is_ready, slots.leader)
 
 
-def copy_partial_pages(
+def complete_forks(
+  state: RolloutState, forks: Forks, starved: Array
+) -> tuple[RolloutState, Array]:
+  """Completes the forks with pages; the others return to the queue.
+
+  Slots in `starved`, bool[B], got no page.
+
+  Returns:
+    The state; bool[B], slots that are emptied and still hold pages.
+  """
+  if state.config.num_samples == 1:
+    return state, jnp.zeros_like(starved)
+  queue, slots, memory = state.queue, state.slots, state.memory
+  forked = forks.mask & ~starved
+  refused = forks.mask & starved
+  slot = jnp.arange(slots.size, dtype=jnp.int32)
+  holds_pages = refused & ~is_empty(memory.cache, slot)
+  queue = _count_forked(
+    queue, slots, memory.cache, forks.leaders, forked, refused
+  )
+  memory = _copy_partial_pages(memory, forks.leaders, forked, refused)
+  row = jnp.where(refused, queue.no_row, slots.row)
+  num_forked = jnp.sum(forked, dtype=jnp.int32)
+  counters = state.counters
+  state = replaced(
+    state,
+    queue=queue,
+    slots=dataclasses.replace(slots, row=row),
+    memory=memory,
+    counters=dataclasses.replace(counters, forked=counters.forked + num_forked),
+  )
+  return state, holds_pages
+
+
+def _copy_partial_pages(
   memory: Memory, leaders: Array, forked: Array, refused: Array
 ) -> Memory:
   """Copies the partly full page of a prompt to the slots in `forked`, bool[B].
@@ -73,7 +121,7 @@ def copy_partial_pages(
   return dataclasses.replace(memory, cache=cache, kv=kv)
 
 
-def count_forked(
+def _count_forked(
   queue: Queue,
   slots: Slots,
   cache: CacheState,

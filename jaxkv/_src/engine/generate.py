@@ -165,9 +165,7 @@ def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
     # No buffer needs the size of the vocabulary. To find it, `shape_of_logits`
     # traces the model, which takes seconds if many layers are unrolled.
     return Buffers(bad_rows=no_bad_rows(state))
-  logits = shape_of_logits(
-    params, queue, slots, state.memory, config, model=model
-  )
+  logits = shape_of_logits(params, state, model=model)
   tally, draft_logits = None, None
   if has_penalties:
     rows = jnp.full((slots.size,), queue.no_row, jnp.int32)

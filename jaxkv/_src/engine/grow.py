@@ -1,56 +1,73 @@
 """Frees and reserves pages of running sequences in a step."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.state import without_moves
 from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.cache.verbs.recycle import recycle
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.fork import Forks
+from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.schedule import Drafts
+from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import limit_to_chunk
 from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 
 
-def free_behind_windows(
-  queue: Queue, slots: Slots, cache: CacheState
-) -> CacheState:
+def free_behind_windows(state: RolloutState) -> RolloutState:
   """Frees pages of running sequences that their later tokens do not need."""
-  if not cache.config.skips_pages:
-    return cache
-  # A cache can have slots in use that are not of this rollout, see `score`.
-  return recycle(cache, mask=slots.row < queue.no_row)[0]
+  cache = without_moves(state.memory.cache)
+  if cache.config.skips_pages:
+    # A cache can have slots in use that are not of this rollout, see `score`.
+    is_running = state.slots.row < state.queue.no_row
+    cache, _ = recycle(cache, mask=is_running)
+  return replaced(state, cache=cache)
 
 
-def grow(
-  queue: Queue,
-  slots: Slots,
-  cache: CacheState,
-  drafts: Array | None,
-  config: RolloutConfig,
-  planned: Array | None = None,
-) -> tuple[CacheState, Array]:
-  """Reserves pages for missing tokens, at most a chunk, and `drafts`, int32[B].
+@jax.named_scope("grow")
+def reserve_pages(
+  state: RolloutState,
+  *,
+  forks: Forks,
+  drafts: Drafts | None,
+  planned: Work | None,
+) -> tuple[RolloutState, Array]:
+  """Reserves pages for missing tokens, at most a chunk, and for drafts.
 
-  `planned`, int32[B], are the tokens that the step will compute; None if they
-  are chosen later, from those with pages.
+  `planned` has the tokens that the step will compute; None if they are chosen
+  later, from those with pages. Evicted pages move to offload memory.
 
   Returns:
-    The cache; bool[B], slots with missing tokens but too few pages.
+    The state; bool[B], slots with missing tokens but too few pages.
   """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
   missing = missing_tokens(queue, slots, cache)
-  tokens = limit_to_chunk(cache, missing, config)
+  tokens = limit_to_chunk(cache, missing, state.config)
   if planned is not None:
-    tokens = planned
+    # A fork needs a page for the copy of its leader's state, even if the step
+    # computes none of its tokens.
+    least_tokens = forks.mask.astype(jnp.int32)
+    tokens = jnp.maximum(planned.counts, least_tokens)
   if drafts is not None:
-    tokens += drafts
+    tokens += drafts.counts
   cache, room = make_room(cache, rows_of(cache, None, None), tokens)
+  # Evicted pages move to offload memory before new tokens overwrite them.
+  memory = move_pages(dataclasses.replace(state.memory, cache=cache))
   # Drafts starve no slot: `propose_drafts` drops those without free pages.
-  return cache, (missing > 0) & ~room.ok
+  starved = (missing > 0) & ~room.ok
+  return dataclasses.replace(state, memory=memory), starved
 
 
 def needed_pages(

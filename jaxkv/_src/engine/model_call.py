@@ -14,17 +14,16 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine import schedule
-from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.given_log_probs import record_given
 from jaxkv._src.engine.given_log_probs import rows_of_columns
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import check_result
 from jaxkv._src.engine.hooks import rows_of
-from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.schedule import Drafts
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
-from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
@@ -47,38 +46,27 @@ class Logits(NamedTuple):
   drafts: Array | None
 
 
+@jax.named_scope("model")
 def call_model(
   params: Any,
-  queue: Queue,
-  slots: Slots,
-  memory: Memory,
+  state: RolloutState,
   work: Work,
-  drafts: Array | None,
-  draft_logits: Array | None,
-  config: RolloutConfig,
-  widths: tuple[Width, ...],
   *,
   model: Model,
-) -> tuple[Queue, Pools, Logits]:
+  widths: tuple[Width, ...],
+  drafts: Drafts | None = None,
+  draft_logits: Array | None = None,
+) -> tuple[RolloutState, Logits]:
   """Calls the model with the tokens of a step, in the scheduled width.
 
-  `work.width` is an index into `widths`. `drafts`, int32[B, K], are the drafts
-  of each slot, and `draft_logits` [D, V] is a buffer for their logits.
+  `work.width` is an index into `widths`, and `draft_logits` [D, V] a buffer for
+  the logits of `drafts`.
 
   Returns:
-    The queue, with records of given tokens; the K/V memory; and the logits.
+    The state, with K/V and log-probs of the tokens; and the logits.
   """
-  call = _StepCall(
-    params,
-    queue,
-    slots,
-    memory.cache,
-    work,
-    drafts,
-    config,
-    widths,
-    model,
-  )
+  queue, memory = state.queue, state.memory
+  call = _StepCall(params, state, work, drafts, widths, model)
   recorded = (queue.log_probs, queue.records)
   last_logits = None
   if len(widths) > 1:
@@ -104,7 +92,7 @@ def call_model(
   carry = memory.kv, Logits(last_logits, draft_logits), recorded
   kv, logits, (values, records) = run_from(0, carry)
   queue = dataclasses.replace(queue, log_probs=values, records=records)
-  return queue, kv, logits
+  return replaced(state, queue=queue, kv=kv), logits
 
 
 class _StepCall:
@@ -113,22 +101,19 @@ class _StepCall:
   def __init__(
     self,
     params: Any,
-    queue: Queue,
-    slots: Slots,
-    cache: CacheState,
+    state: RolloutState,
     work: Work,
-    drafts: Array | None,
-    config: RolloutConfig,
+    drafts: Drafts | None,
     widths: tuple[Width, ...],
     model: Model,
   ):
     self._params = params
     self._model = model
-    self._config = config
+    self._config = state.config
     self._widths = widths
-    self._queue = queue
-    self._slots = slots
-    self._cache = cache
+    self._queue = state.queue
+    self._slots = slots = state.slots
+    self._cache = cache = state.memory.cache
     self._work = work
     exists = work.slots < slots.size
     starts = indexing.take(cache.length, work.slots) + work.offsets
@@ -216,7 +201,7 @@ class _StepCall:
       rows=rows,
     )
 
-  def _single_tokens(self, drafts: Array | None) -> Array:
+  def _single_tokens(self, drafts: Drafts | None) -> Array:
     """Returns the tokens of single and draft columns, int32[B + D]."""
     work = self._work
     num_slots = self._slots.size
@@ -225,7 +210,7 @@ class _StepCall:
       return tokens
     # A decoding slot's token has offset 0, and its first draft has offset 1.
     draft_index = work.offsets[num_slots:] - 1
-    draft = indexing.take(drafts, work.slots[num_slots:], draft_index)
+    draft = indexing.take(drafts.tokens, work.slots[num_slots:], draft_index)
     return jnp.concatenate([tokens[:num_slots], draft])
 
   def _tokens_at(self, slots: Array, positions: Array) -> Array:
@@ -259,28 +244,18 @@ class _StepCall:
     )
 
 
-def shape_of_logits(
-  params: Any,
-  queue: Queue,
-  slots: Slots,
-  memory: Memory,
-  config: RolloutConfig,
-  *,
-  model: Model,
-) -> Any:
+def shape_of_logits(params: Any, state: RolloutState, *, model: Model) -> Any:
   """Returns the shape [B, V] and the dtype of the model's logits."""
 
-  def last_logits(queue: Queue, slots: Slots, memory: Memory) -> Array:
-    zeros = jnp.zeros((slots.size,), jnp.int32)
+  def last_logits(state: RolloutState) -> Array:
+    zeros = jnp.zeros((state.slots.size,), jnp.int32)
     work = schedule.decode_work(zeros > 0, zeros)
-    width = (Width(drafts=0, prompts=0),)
-    logits = call_model(
-      params, queue, slots, memory, work, None, None, config, width, model=model
-    )[2]
+    widths = (Width(drafts=0, prompts=0),)
+    _, logits = call_model(params, state, work, model=model, widths=widths)
     assert logits.last is not None  # It is None only before the call.
     return logits.last
 
-  return jax.eval_shape(last_logits, queue, slots, memory)
+  return jax.eval_shape(last_logits, state)
 
 
 def _views(

@@ -6,19 +6,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import indexing
-from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
-from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 
 
-def preempt(
-  queue: Queue, slots: Slots, cache: CacheState, starved: Array
-) -> tuple[Queue, Slots, Array, Array]:
+def preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """Preempts one sequence if `starved`, bool[B], is True for any slot.
 
   The victim has the highest number in `Queue.priority`; among equals, the
@@ -27,10 +25,10 @@ def preempt(
   are empty or wait to fork, no page can become free, and the victim fails.
 
   Returns:
-    The queue; the slots; int32[B], the row of the victim in its slot, whose
-    pages are still to be freed, and Q elsewhere; int32[], the number of
-    sequences that were preempted and did not fail, 0 or 1.
+    The state; int32[B], the row of the victim in its slot, whose pages are
+    still to be freed, and Q elsewhere.
   """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
   computing = are_computing(queue, slots)
   candidates = computing
   if queue.priority is not None:
@@ -52,8 +50,15 @@ def preempt(
   code = jnp.full_like(slots.row, Status.OUT_OF_PAGES)
   queue = fail(queue, slots.row, is_victim & is_alone, code)
   row = jnp.where(is_victim, slots.row, queue.no_row)
+  # A victim that fails is not counted.
+  num_preempted = jnp.sum(is_victim & ~is_alone, dtype=jnp.int32)
+  counters = state.counters
+  counters = dataclasses.replace(
+    counters, preempted=counters.preempted + num_preempted
+  )
   slots = vacate(slots, leaves, queue.no_row)
-  return queue, slots, row, jnp.sum(is_victim & ~is_alone, dtype=jnp.int32)
+  state = replaced(state, queue=queue, slots=slots, counters=counters)
+  return state, row
 
 
 def vacate(slots: Slots, leaves: Array, no_row: int) -> Slots:

@@ -21,6 +21,7 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.given_log_probs import end_given
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import check_processed
 from jaxkv._src.engine.hooks import rows_of
@@ -30,8 +31,11 @@ from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.schedule import Drafts
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 from jaxkv._src.engine.stop_rules import endings
 from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
@@ -100,32 +104,37 @@ def count_entrants(
 
 @jax.named_scope("sample")
 def sample_tokens(
-  queue: Queue,
-  sampled: Sampled,
-  *,
-  slots: Slots,
+  state: RolloutState,
   work: Work,
-  samples: Array,
   logits: Logits,
-  drafts: Array | None,
-  read: Array,
-  version: Array,
-  config: RolloutConfig,
+  *,
+  tally: Tally | None,
   exact: bool,
   process: Process | None,
-) -> tuple[Queue, Sampled]:
+  drafts: Drafts | None = None,
+  read: Array | None = None,
+) -> tuple[RolloutState, Sampled]:
   """Samples the next tokens of slots, and appends them to their sequences.
 
-  The slots in `samples`, bool[B], sample. `sampled` are the results before
-  them. `read`, int32[], is a value from
-  earlier reads of `queue`, see `read_before`.
+  The slots in `work.is_complete` sample, or end if their sequences sample
+  nothing. `read`, int32[], is a value from earlier reads of `queue`, see
+  `read_before`; None for no earlier reads.
   """
+  queue, slots, config = state.queue, state.slots, state.config
+  samples = work.is_complete
+  ended = jnp.zeros_like(samples)
+  if queue.log_probs_from is not None:
+    queue, ended = end_given(queue, slots, samples)
+    samples &= ~ended
+  sampled = Sampled(ended, jnp.zeros_like(work.counts), tally)
+  if not config.max_new_tokens:
+    return replaced(state, queue=queue), sampled
   assert logits.last is not None  # It is None only before the call.
   sample_one = functools.partial(
     _sample,
     slots=slots,
-    read=read,
-    version=version,
+    read=jnp.zeros((), jnp.int32) if read is None else read,
+    version=state.memory.cache.epoch.astype(jnp.int32),
     config=config,
     exact=exact,
     process=process,
@@ -135,10 +144,11 @@ def sample_tokens(
   counts = work.drafts
   starts = work.begins
   if drafts is None or draft_logits is None or counts is None or starts is None:
-    return queue, sampled
+    return replaced(state, queue=queue), sampled
+  draft_tokens = drafts.tokens
 
   def accepted(going: Array, tokens: Array, sampled: Sampled, draft_index: Any):
-    is_draft = (draft_index < counts) & (tokens == drafts[:, draft_index])
+    is_draft = (draft_index < counts) & (tokens == draft_tokens[:, draft_index])
     return going & is_draft & ~sampled.ended
 
   def verify(loop):
@@ -154,7 +164,9 @@ def sample_tokens(
   start = sharding.match_varying_axes(
     (queue, sampled, going, jnp.ones((), jnp.int32))
   )
-  return lax.while_loop(lambda loop: jnp.any(loop[2]), verify, start)[:2]
+  end = lax.while_loop(lambda loop: jnp.any(loop[2]), verify, start)
+  queue, sampled, *_ = end
+  return replaced(state, queue=queue), sampled
 
 
 def _sample(

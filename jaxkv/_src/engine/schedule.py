@@ -41,11 +41,27 @@ class Width(NamedTuple):
     return self.drafts + self.prompts
 
 
+class Drafts(NamedTuple):
+  """Draft tokens of each slot.
+
+  Attributes:
+    tokens: int32[B, K], the draft tokens.
+    counts: int32[B], the number of draft tokens, at most K.
+    found: bool[B], slots with an n-gram match, or with tokens from a `Draft`.
+  """
+
+  tokens: Array
+  counts: Array
+  found: Array
+
+
 class Work(NamedTuple):
   """Tokens of a step, for B slots and at most D draft columns.
 
   Attributes:
     counts: int32[B], the number of tokens of each slot, without drafts.
+    is_complete: bool[B], slots that compute all their missing tokens, after
+      which a sequence samples the next one.
     width: int32[], the chosen width, an index into the tuple from `widths`.
     order: int32[B], slots that prefill, in queue order; then the other slots.
     chunks: int32[B], the number of tokens in chunk columns of each slot, in the
@@ -61,6 +77,7 @@ class Work(NamedTuple):
   """
 
   counts: Array
+  is_complete: Array
   width: Array
   order: Array
   chunks: Array
@@ -172,8 +189,10 @@ def schedule(
   def by_slot(by_order: Array) -> Array:
     return jnp.zeros_like(order).at[order].set(by_order)
 
+  counts = jnp.where(decodes, 1, by_slot(counts))
   work = Work(
-    counts=jnp.where(decodes, 1, by_slot(counts)),
+    counts=counts,
+    is_complete=counts > 0,
     width=width,
     order=order,
     chunks=chunks,
@@ -229,6 +248,7 @@ def decode_work(going: Array, offsets: Array) -> Work:
   counts = going.astype(jnp.int32)
   return Work(
     counts=counts,
+    is_complete=going,
     width=jnp.zeros((), jnp.int32),
     order=slot,
     chunks=jnp.zeros_like(counts),

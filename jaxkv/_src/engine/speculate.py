@@ -2,8 +2,8 @@
 
 import dataclasses
 from typing import Any
-from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -19,38 +19,24 @@ from jaxkv._src.engine.grow import needed_pages
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.schedule import Drafts
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import are_followed
 from jaxkv._src.engine.slots import chunk_size
 from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import replaced
 
 
-class Drafts(NamedTuple):
-  """Draft tokens of each slot.
-
-  Attributes:
-    tokens: int32[B, K], the draft tokens.
-    counts: int32[B], the number of draft tokens, at most K.
-    found: bool[B], slots with an n-gram match, or with tokens from a `Draft`.
-  """
-
-  tokens: Array
-  counts: Array
-  found: Array
-
-
+@jax.named_scope("draft")
 def propose_drafts(
-  params: Any,
-  queue: Queue,
-  slots: Slots,
-  cache: CacheState,
-  config: RolloutConfig,
-  draft: Draft | None,
+  params: Any, state: RolloutState, draft: Draft | None
 ) -> Drafts | None:
   """Returns drafts for which pages are free; None without speculation."""
-  rates = queue.draft_rates
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  config, rates = state.config, queue.draft_rates
   if rates is None:
     return None
   missing = missing_tokens(queue, slots, cache)
@@ -113,13 +99,14 @@ def _fits(
 
 
 def learn_from(
-  queue: Queue, slots: Slots, work: Work, drafts: Drafts | None, sampled: Array
-) -> Queue:
+  state: RolloutState, *, work: Work, drafts: Drafts | None, sampled: Array
+) -> RolloutState:
   """Updates acceptance rates; each slot sampled `sampled`, int32[B], tokens."""
+  queue = state.queue
   if drafts is None or work.drafts is None or queue.draft_rates is None:
-    return queue
+    return state
   accepted = jnp.maximum(sampled - 1, 0)
   rates = ngrams.learn(
-    queue.draft_rates, slots.row, drafts.found, work.drafts, accepted
+    queue.draft_rates, state.slots.row, drafts.found, work.drafts, accepted
   )
-  return dataclasses.replace(queue, draft_rates=rates)
+  return replaced(state, queue=dataclasses.replace(queue, draft_rates=rates))

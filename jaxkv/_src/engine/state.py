@@ -37,6 +37,7 @@ from jaxkv._src.engine.requests import check_fits
 from jaxkv._src.engine.requests import check_num_samples
 from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.requests import width_of
+from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.kv.offload_memory import OffloadMemory
@@ -68,6 +69,21 @@ class RolloutState:
   key: Array
   counters: Counters
   log: Array | None = None
+
+
+def widths_of(state: RolloutState) -> tuple[Width, ...]:
+  """Returns the widths that a call of the model can have."""
+  records = state.queue.log_probs_from is not None
+  return schedule.widths(state.config, records=records)
+
+
+def replaced(state: RolloutState, **fields: Any) -> RolloutState:
+  """Returns a state with other fields, or with another `cache` or `kv`."""
+  memory = fields.get("memory", state.memory)
+  parts = {name: fields.pop(name) for name in ("cache", "kv") if name in fields}
+  if parts:
+    fields["memory"] = dataclasses.replace(memory, **parts)
+  return dataclasses.replace(state, **fields)
 
 
 def check_rollout(state: Any) -> None:
