@@ -89,7 +89,6 @@ sequence is admitted, and continues, only while all pools have pages for it.
 """
 
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
@@ -99,24 +98,25 @@ from jaxkv._src.engine.hooks import Rows
 from jaxkv._src.engine.invariants import check
 from jaxkv._src.engine.invariants import check_invariants
 from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.queue.queue import Finish
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.results.counters import Counters
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.results.generated import generated
 from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.results.grouped import Grouped
 from jaxkv._src.engine.results.grouped import grouped
+from jaxkv._src.engine.results.timeline import Span
+from jaxkv._src.engine.results.timeline import Timeline
+from jaxkv._src.engine.results.timeline import timeline
 from jaxkv._src.engine.score import Scored
 from jaxkv._src.engine.score import score
-from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.engine.state import is_done
-from jaxkv._src.engine.timeline import Span
-from jaxkv._src.engine.timeline import Timeline
-from jaxkv._src.engine.timeline import timeline
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.abort import requeue
 from jaxkv._src.engine.verbs.branch import branch

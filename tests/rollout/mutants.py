@@ -30,42 +30,42 @@ def _reversed_stop_tokens(g):
 
 _QUEUE = {
   "a token less": (
-    "stop_rules:endings",
+    "sampling.stop_rules:endings",
     given(rows=lambda g: g.rows._replace(lengths=g.rows.lengths + 1)),
     _BY_HAND + "test_tokens_equal_plain_python",
   ),
   "nothing stops": (
-    "stop_rules:endings",
+    "sampling.stop_rules:endings",
     given(config=lambda g: replace(g.config, stop_token=-1)),
     _BY_HAND + "test_tokens_equal_plain_python",
   ),
   "samples of a prompt are equal": (
-    "enqueue:new_queue",
+    "queue.enqueue:new_queue",
     returned(_keys_of_prompts),
     _BY_HAND + "test_tokens_equal_plain_python",
   ),
   "the last that waits is first": (
-    "queue:first_of",
+    "queue.queue:first_of",
     given(condition=lambda g: g.condition & ~jnp.roll(g.condition, -1)),
     _BY_HAND + "test_younger_of_equal_sequences_is_preempted",
   ),
   "a failure has no code": (
-    "queue:fail",
+    "queue.queue:fail",
     given(code=lambda g: g.code * 0),
     "test_hopeless.py::test_sequences_that_never_fit_fail",
   ),
   "tokens have the first version": (
-    "sample_and_verify:_append",
+    "sampling.sample_and_verify:_append",
     given(version=lambda g: g.version * 0),
     "test_weights.py::TestUpdateWeights::test_recompute",
   ),
   "priorities are the other way round": (
-    "queue:order_of",
+    "queue.queue:order_of",
     given(priority=lambda g: -g.priority),
     _BY_HAND + "test_priority_orders_admission_and_preemption",
   ),
   "all samples of every prompt": (
-    "enqueue:new_queue",
+    "queue.enqueue:new_queue",
     given(requests=_one_sample_more),
     "test_until.py::test_empty_groups_are_not_complete",
   ),
@@ -83,27 +83,27 @@ _LOOP = {
     _BY_HAND + "test_younger_of_equal_sequences_is_preempted",
   ),
   "failed sequences never ended": (
-    "queue:has_ended",
+    "queue.queue:has_ended",
     returned(lambda out, g: g.status == 2),
     _PARTS + "test_limits_of_a_call",
   ),
   "rows without a sequence have ended": (
-    "queue:has_ended",
+    "queue.queue:has_ended",
     returned(lambda out, g: g.status >= 2),
     _PARTS + "test_limits_of_a_call",
   ),
   "stop strings count at once": (
-    "stop_rules:endings",
+    "sampling.stop_rules:endings",
     given(sampling=lambda g: replace(g.sampling, min_tokens=None)),
     _PARTS + "test_stop_tokens_and_stop_strings",
   ),
   "stop tokens of other sequences": (
-    "stop_rules:endings",
+    "sampling.stop_rules:endings",
     given(sampling=_reversed_stop_tokens),
     _PARTS + "test_stop_tokens_and_stop_strings",
   ),
   "guesses take the last pages": (
-    "speculate:_fits",
+    "sampling.speculate:_fits",
     returned(lambda out, g: out | ~out),
     _PARTS + "test_drafts_leave_the_last_pages",
   ),

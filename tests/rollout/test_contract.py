@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.sampling import ngrams
 from tests.rollout import random_calls
 from tests.tools.tiers import slow_except
 from tests.tools.transforms import on_devices

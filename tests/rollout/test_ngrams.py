@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv import rollout
-from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.sampling import ngrams
 from tests.rollout import by_hand
 
 

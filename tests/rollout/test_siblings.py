@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from jaxkv._src.cache.steps.longest_hit import Prefix
-from jaxkv._src.engine import admission_order
+from jaxkv._src.engine.admission import admission_order
 from tests.rollout import by_hand
 
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import guides
 from jaxkv import rollout
-from jaxkv._src.engine.page_keys import page_keys
+from jaxkv._src.engine.queue.page_keys import page_keys
 from tests.rollout import by_hand
 from tests.rollout.by_hand import DONE
 from tests.rollout.by_hand import EMPTY

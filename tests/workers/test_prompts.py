@@ -5,8 +5,8 @@ import numpy as np
 
 from jaxkv import guides
 from jaxkv import rollout
-from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.engine.requests import map_rows
+from jaxkv._src.engine.queue.requests import as_requests
+from jaxkv._src.engine.queue.requests import map_rows
 from jaxkv._src.workers import prompts
 
 _PROMPTS, _SAMPLES = 5, 2

@@ -13,7 +13,7 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of

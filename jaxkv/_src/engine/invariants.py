@@ -9,14 +9,14 @@ from jaxkv._src.cache.invariants import check_invariants as cache_invariants
 from jaxkv._src.cache.invariants import check_laws
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import is_empty
-from jaxkv._src.engine.page_keys import keys_of_rows
-from jaxkv._src.engine.queue import NOT_SAMPLED
-from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import order_of
-from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.queue.page_keys import keys_of_rows
+from jaxkv._src.engine.queue.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue.queue import Finish
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import order_of
+from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots.slots import are_computing
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.kv.check import check as check_memory

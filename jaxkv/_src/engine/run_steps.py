@@ -16,7 +16,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.steps.unpublish import unpublish_unheld
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.step import Buffers
 

@@ -45,32 +45,32 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.engine import decode_round
-from jaxkv._src.engine.admit import admit
-from jaxkv._src.engine.choose_tokens import choose_tokens
-from jaxkv._src.engine.choose_tokens import plan_tokens
-from jaxkv._src.engine.commit import commit_tokens
-from jaxkv._src.engine.commit import count_step
-from jaxkv._src.engine.commit import read_of
-from jaxkv._src.engine.expert_records import save_experts
-from jaxkv._src.engine.fork import Forks
-from jaxkv._src.engine.fork import complete_forks
-from jaxkv._src.engine.fork import share_full_pages
-from jaxkv._src.engine.grow import free_behind_windows
-from jaxkv._src.engine.grow import reserve_pages
+from jaxkv._src.engine.admission.admit import admit
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import is_exact
-from jaxkv._src.engine.model_call import call_model
-from jaxkv._src.engine.preempt import preempt
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.sample_and_verify import Tally
-from jaxkv._src.engine.sample_and_verify import count_entrants
-from jaxkv._src.engine.sample_and_verify import sample_tokens
-from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.speculate import learn_from
-from jaxkv._src.engine.speculate import propose_drafts
+from jaxkv._src.engine.model_call import decode_round
+from jaxkv._src.engine.model_call.call_model import call_model
+from jaxkv._src.engine.model_call.choose_tokens import choose_tokens
+from jaxkv._src.engine.model_call.choose_tokens import plan_tokens
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.results.expert_records import save_experts
+from jaxkv._src.engine.sampling.sample_and_verify import Tally
+from jaxkv._src.engine.sampling.sample_and_verify import count_entrants
+from jaxkv._src.engine.sampling.sample_and_verify import sample_tokens
+from jaxkv._src.engine.sampling.speculate import learn_from
+from jaxkv._src.engine.sampling.speculate import propose_drafts
+from jaxkv._src.engine.slots.commit import commit_tokens
+from jaxkv._src.engine.slots.commit import count_step
+from jaxkv._src.engine.slots.commit import read_of
+from jaxkv._src.engine.slots.fork import Forks
+from jaxkv._src.engine.slots.fork import complete_forks
+from jaxkv._src.engine.slots.fork import share_full_pages
+from jaxkv._src.engine.slots.grow import free_behind_windows
+from jaxkv._src.engine.slots.grow import reserve_pages
+from jaxkv._src.engine.slots.preempt import preempt
+from jaxkv._src.engine.slots.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 from jaxkv._src.engine.state import widths_of
@@ -136,7 +136,7 @@ def step(
     draft_logits=buffers.draft_logits,
   )
   state, num_more = decode_round.reserve(state, work, max_calls)
-  before = state
+  uncommitted = state
   # Otherwise later tokens of the step depend on what is sampled.
   commits_first = drafts is None and num_more is None
   if commits_first:
@@ -159,12 +159,12 @@ def step(
   )
   if not commits_first:
     state = commit_tokens(state, calls.counts)
-  state = count_step(state, before=before, work=work, calls=calls)
+  state = count_step(state, uncommitted=uncommitted, work=work, calls=calls)
   state = learn_from(
     state, work=work, drafts=drafts, sampled=calls.sampled.counts
   )
   state = _free_leaving(state, leaving, calls.sampled.ended)
-  bad_rows = _bad_rows(before.slots, state.queue, calls.sampled.ended)
+  bad_rows = _bad_rows(uncommitted.slots, state.queue, calls.sampled.ended)
   return state, Buffers(calls.sampled.tally, logits.drafts, bad_rows)
 
 

@@ -21,11 +21,11 @@ from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import StaticFunction
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.engine.requests import check_fits
-from jaxkv._src.engine.requests import check_num_samples
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import as_requests
+from jaxkv._src.engine.queue.requests import check_fits
+from jaxkv._src.engine.queue.requests import check_num_samples
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.engine.verbs.update_weights import Policy

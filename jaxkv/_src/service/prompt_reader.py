@@ -11,9 +11,9 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import vocab_size_of
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.engine.requests import check_tokens
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import as_requests
+from jaxkv._src.engine.queue.requests import check_tokens
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.settings import as_sampling
 from jaxkv._src.service import prompts as prompt_arrays

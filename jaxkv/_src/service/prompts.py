@@ -10,10 +10,10 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import map_rows
-from jaxkv._src.engine.requests import take_prompts
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import map_rows
+from jaxkv._src.engine.queue.requests import take_prompts
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.neutral import neutral
 from jaxkv._src.sampling.settings import Sampling

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxkv._src.engine.queue import Finish
+from jaxkv._src.engine.queue.queue import Finish
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.sampling.settings import Sampling
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxkv._src.engine.hooks import StaticFunction
-from jaxkv._src.engine.requests import check_tokens
+from jaxkv._src.engine.queue.requests import check_tokens
 from jaxkv._src.engine.score import Scored
 from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.service import programs

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import take_prompts
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import take_prompts
 from jaxkv._src.service import programs
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service.held_rollout import HeldRollout

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
-from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import check_axes

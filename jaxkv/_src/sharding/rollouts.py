@@ -30,12 +30,12 @@ from jaxkv._src.engine.hooks import is_exact
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_slots_unused
 from jaxkv._src.engine.memory import has_version
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.engine.requests import check_fits
-from jaxkv._src.engine.requests import check_num_samples
-from jaxkv._src.engine.requests import check_tokens
-from jaxkv._src.engine.requests import map_rows
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import as_requests
+from jaxkv._src.engine.queue.requests import check_fits
+from jaxkv._src.engine.queue.requests import check_num_samples
+from jaxkv._src.engine.queue.requests import check_tokens
+from jaxkv._src.engine.queue.requests import map_rows
 from jaxkv._src.engine.results import generated as results
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested

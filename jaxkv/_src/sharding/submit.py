@@ -11,10 +11,10 @@ from jax import lax
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.engine.requests import check_tokens
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import as_requests
+from jaxkv._src.engine.queue.requests import check_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.engine.verbs import submit as verb

@@ -13,10 +13,10 @@ from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.steps.longest_hit import find_prefix
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import set_status
-from jaxkv._src.engine.slots import are_computing
-from jaxkv._src.engine.slots import slots_of
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import set_status
+from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots.slots import slots_of
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.cache.state import Outcome
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Queue
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ from jaxkv._src.arrays.arguments import as_seconds
 from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.workers.prompts import Prompt

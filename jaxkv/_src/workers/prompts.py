@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.requests import Requests
-from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.engine.requests import check_extra
-from jaxkv._src.engine.requests import check_lengths
-from jaxkv._src.engine.requests import check_stop_strings
-from jaxkv._src.engine.requests import map_rows
-from jaxkv._src.engine.requests import take_prompts
+from jaxkv._src.engine.queue.requests import Requests
+from jaxkv._src.engine.queue.requests import as_requests
+from jaxkv._src.engine.queue.requests import check_extra
+from jaxkv._src.engine.queue.requests import check_lengths
+from jaxkv._src.engine.queue.requests import check_stop_strings
+from jaxkv._src.engine.queue.requests import map_rows
+from jaxkv._src.engine.queue.requests import take_prompts
 from jaxkv._src.sampling import padding
 from jaxkv._src.transfer.exported import Exported
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Room
 from jaxkv._src.transfer.exported import Exported

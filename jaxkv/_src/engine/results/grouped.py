@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import check_type
-from jaxkv._src.engine.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue.queue import NOT_SAMPLED
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.state import RolloutState

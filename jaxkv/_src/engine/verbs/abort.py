@@ -11,10 +11,10 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import set_status
-from jaxkv._src.engine.slots import slots_of
+from jaxkv._src.engine.queue.queue import Finish
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import set_status
+from jaxkv._src.engine.slots.slots import slots_of
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids

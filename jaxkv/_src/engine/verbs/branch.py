@@ -13,10 +13,10 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.engine.enqueue import sequence_keys
-from jaxkv._src.engine.expert_records import save_experts
-from jaxkv._src.engine.page_keys import rehash
-from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue.enqueue import sequence_keys
+from jaxkv._src.engine.queue.page_keys import rehash
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.results.expert_records import save_experts
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids

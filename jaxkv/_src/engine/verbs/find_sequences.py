@@ -14,11 +14,11 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.engine.expert_records import save_experts
-from jaxkv._src.engine.preempt import vacate
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import set_status
+from jaxkv._src.engine.results.expert_records import save_experts
+from jaxkv._src.engine.slots.preempt import vacate
 from jaxkv._src.engine.state import RolloutState
 
 

@@ -11,10 +11,10 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.verbs.reset import new_epoch
-from jaxkv._src.engine.page_keys import rehash
-from jaxkv._src.engine.queue import NOT_SAMPLED
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue.page_keys import rehash
+from jaxkv._src.engine.queue.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import leave_slots

@@ -13,7 +13,7 @@ from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix.prefix_rules import next_kept_end
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Queue
 
 
 @jax.tree_util.register_dataclass

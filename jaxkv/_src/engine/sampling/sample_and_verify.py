@@ -21,22 +21,22 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.given_log_probs import end_given
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import check_processed
 from jaxkv._src.engine.hooks import rows_of
-from jaxkv._src.engine.model_call import Logits
-from jaxkv._src.engine.queue import NOT_SAMPLED
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import fail
-from jaxkv._src.engine.queue import set_status
-from jaxkv._src.engine.schedule import Drafts
-from jaxkv._src.engine.schedule import Work
-from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.model_call.call_model import Logits
+from jaxkv._src.engine.model_call.given_log_probs import end_given
+from jaxkv._src.engine.model_call.schedule import Drafts
+from jaxkv._src.engine.model_call.schedule import Work
+from jaxkv._src.engine.queue.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import fail
+from jaxkv._src.engine.queue.queue import set_status
+from jaxkv._src.engine.sampling.stop_rules import endings
+from jaxkv._src.engine.slots.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
-from jaxkv._src.engine.stop_rules import endings
 from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
 from jaxkv._src.sampling import settings
@@ -164,8 +164,9 @@ def sample_tokens(
   start = sharding.match_varying_axes(
     (queue, sampled, going, jnp.ones((), jnp.int32))
   )
-  end = lax.while_loop(lambda loop: jnp.any(loop[2]), verify, start)
-  queue, sampled, *_ = end
+  queue, sampled, *_ = lax.while_loop(
+    lambda loop: jnp.any(loop[2]), verify, start
+  )
   return replaced(state, queue=queue), sampled
 
 

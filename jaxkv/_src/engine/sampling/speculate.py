@@ -12,20 +12,20 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.steps.reserve import sum_by_pool
-from jaxkv._src.engine import ngrams
-from jaxkv._src.engine.admit import groups_by_pool
+from jaxkv._src.engine.admission.admit import groups_by_pool
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.grow import needed_pages
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import rows_of
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.schedule import Drafts
-from jaxkv._src.engine.schedule import Work
-from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.slots import are_computing
-from jaxkv._src.engine.slots import are_followed
-from jaxkv._src.engine.slots import chunk_size
-from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.engine.model_call.schedule import Drafts
+from jaxkv._src.engine.model_call.schedule import Work
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.sampling import ngrams
+from jaxkv._src.engine.slots.grow import needed_pages
+from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots.slots import are_followed
+from jaxkv._src.engine.slots.slots import chunk_size
+from jaxkv._src.engine.slots.slots import missing_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 
@@ -49,7 +49,7 @@ def propose_drafts(
     tokens, counts = _as_drafts(
       draft(params, rows_of(queue, rows), buffer), slots.size, config
     )
-  found = decodes & (counts > 0)
+  has_match = decodes & (counts > 0)
   # The last token of a sequence is never an input, so it is never a draft.
   room = indexing.take(queue.limit, rows) - indexing.take(queue.length, rows)
   likely = ngrams.likely_lengths(rates, rows, config)
@@ -60,7 +60,7 @@ def propose_drafts(
     lambda: jnp.where(_fits(queue, slots, cache, counts, config), counts, 0),
     lambda: counts,
   )
-  return Drafts(tokens, counts, found)
+  return Drafts(tokens, counts, has_match)
 
 
 def _as_drafts(

@@ -17,13 +17,13 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Rows
-from jaxkv._src.engine.queue import NOT_SAMPLED
-from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import fail
-from jaxkv._src.engine.queue import set_status
-from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.queue.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue.queue import Finish
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import fail
+from jaxkv._src.engine.queue.queue import set_status
+from jaxkv._src.engine.slots.slots import Slots
 from jaxkv._src.exact import log_probs
 from jaxkv._src.exact import row_loop
 from jaxkv._src.sampling import statistics
@@ -80,23 +80,22 @@ def record_given(
   target_rows = indexing.where_valid(is_given & (version == NOT_SAMPLED), rows)
   tokens = indexing.take(queue.tokens, rows, next_position)
   logits = logits.astype(jnp.float32)
-  values = log_probs.of_tokens(logits, tokens, jnp.ones_like(logits[:, 0]))
+  raw = log_probs.of_tokens(logits, tokens, jnp.ones_like(logits[:, 0]))
 
   def put(array: Array, new: Array) -> Array:
     return indexing.put(array, target_rows, next_position, values=new)
 
-  all_values, records = recorded
-  observed = Records(raw_log_probs=values)
+  all_log_probs, records = recorded
+  observed = Records(raw_log_probs=raw)
   if config.entropy or config.top_log_probs:
-    observed = _observe(logits, tokens, values, config)
-    observed = dataclasses.replace(observed, raw_log_probs=values)
+    observed = _observe(logits, tokens, raw, config)
+    observed = dataclasses.replace(observed, raw_log_probs=raw)
   kept = {
-    field.name: put(old, getattr(observed, field.name))
-    for field in dataclasses.fields(Records)
-    if (old := getattr(records, field.name)) is not None
-    and getattr(observed, field.name) is not None
+    name: put(array, values)
+    for name, array in vars(records).items()
+    if array is not None and (values := getattr(observed, name)) is not None
   }
-  return put(all_values, values), dataclasses.replace(records, **kept)
+  return put(all_log_probs, raw), dataclasses.replace(records, **kept)
 
 
 def _observe(

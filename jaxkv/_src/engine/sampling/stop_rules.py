@@ -6,8 +6,8 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Rows
-from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Finish
+from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.sampling.settings import Sampling
 
 

@@ -25,15 +25,15 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.steps.longest_hit import Prefix
 from jaxkv._src.cache.steps.longest_hit import find_prefix
+from jaxkv._src.engine.admission.shared_states import shared_states
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import first_of
-from jaxkv._src.engine.shared_states import shared_states
-from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.slots import are_computing
-from jaxkv._src.engine.slots import given_tokens
-from jaxkv._src.engine.slots import prompt_rest
+from jaxkv._src.engine.queue.queue import Queue
+from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import first_of
+from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots.slots import given_tokens
+from jaxkv._src.engine.slots.slots import prompt_rest
 
 
 class Candidates(NamedTuple):

@@ -12,7 +12,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Queue
 
 LIKELY = 0.5  # Minimum probability that all drafts of a row are accepted.
 FIRST_RATE = 0.8  # Initial acceptance rate.
@@ -73,17 +73,17 @@ def _rightmost_match(
     for index in range(num_matched):
       earlier = tokens[:, :, index : index + num_columns]
       matches &= earlier == ngram[:, index, None, None]
-    place = column[None] * samples + sample[:, None]
-    place = jnp.where(matches, place[None], 0)
-    return jnp.max(place, axis=(1, 2), initial=0)
+    position = column[None] * samples + sample[:, None]
+    position = jnp.where(matches, position[None], 0)
+    return jnp.max(position, axis=(1, 2), initial=0)
 
   # Otherwise XLA:CPU would compute `ngram` and `stop_column` again for each of
   # the W columns.
   decodes = jnp.any(rows < queue.no_row)
-  place = loops.if_needed(decodes, match, sharding.zeros_like(rows))
+  position = loops.if_needed(decodes, match, sharding.zeros_like(rows))
   return (
-    elementwise.quotient(place, samples),
-    elementwise.remainder(place, samples),
+    elementwise.quotient(position, samples),
+    elementwise.remainder(position, samples),
   )
 
 

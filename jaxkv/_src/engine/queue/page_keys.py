@@ -11,7 +11,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
-from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue.queue import Queue
 
 
 def page_keys(

@@ -96,7 +96,7 @@ def widths(config: RolloutConfig, *, records: bool) -> tuple[Width, ...]:
   True if the queue has `log_probs_from`. Then a width with chunk columns exists
   with the logits of all columns, and with those of the last tokens.
   """
-  prompts = [(size, False) for size in _sizes(config.prefill_chunk, 64)]
+  prompts = [(columns, False) for columns in _sizes(config.prefill_chunk, 64)]
   if records:
     chunk = config.prefill_chunk
     # A call without chunk columns has few columns, so one width serves both.
@@ -228,11 +228,11 @@ def with_records(
 
   If `records`, bool[], is False, the logits of the last tokens suffice.
   """
-  sizes = _prompt_sizes(all_widths)
+  prompt_sizes = _prompt_sizes(all_widths)
   widths_per_draft = len(all_widths) // len({w.drafts for w in all_widths})
-  draft_index = work.width // len(sizes)
-  prompt_index = work.width % len(sizes)
-  has_chunk = jnp.asarray(sizes)[prompt_index] > 0
+  draft_index = work.width // len(prompt_sizes)
+  prompt_index = work.width % len(prompt_sizes)
+  has_chunk = jnp.asarray(prompt_sizes)[prompt_index] > 0
   records = sharding.any_shard(records, axis) & has_chunk
   index = draft_index * widths_per_draft + prompt_index
   return work._replace(width=index + records.astype(jnp.int32))

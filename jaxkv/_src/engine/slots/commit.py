@@ -11,10 +11,10 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool.page_pool import num_in_use
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
-from jaxkv._src.engine.admit import held_pages
-from jaxkv._src.engine.decode_round import Round
-from jaxkv._src.engine.expert_records import save_full_pages
-from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.admission.admit import held_pages
+from jaxkv._src.engine.model_call.decode_round import Round
+from jaxkv._src.engine.model_call.schedule import Work
+from jaxkv._src.engine.results.expert_records import save_full_pages
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 from jaxkv._src.engine.state import widths_of
@@ -71,16 +71,17 @@ def read_of(cache: CacheState) -> Array:
 def count_step(
   state: RolloutState,
   *,
-  before: RolloutState,
+  uncommitted: RolloutState,
   work: Work,
   calls: Round,
 ) -> RolloutState:
   """Adds the calls of a step to the counters, the log and `Queue.computed`.
 
-  `before` is the state before the commit, and `work` that of the first call.
+  `uncommitted` is the state before the commit, and `work` that of the first
+  call.
   """
   counts, sampled = calls.counts, calls.sampled.counts
-  old_cache = before.memory.cache
+  old_cache = uncommitted.memory.cache
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   counters, all_widths = state.counters, widths_of(state)
   columns = jnp.asarray([width.columns for width in all_widths], jnp.int32)

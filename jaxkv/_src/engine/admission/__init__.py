@@ -1,0 +1,1 @@
+"""Admission of waiting sequences to empty slots."""

@@ -1,0 +1,1 @@
+"""A call of the model: its tokens, and what it records."""

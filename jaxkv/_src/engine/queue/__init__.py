@@ -1,0 +1,1 @@
+"""The queue: sequences that wait, run or have ended."""

@@ -1,0 +1,1 @@
+"""Sampling after a call of the model, and drafts before it."""

@@ -1,0 +1,1 @@
+"""The slots: running sequences and their pages."""
