@@ -50,6 +50,7 @@ def test_a_sample_follows_a_running_one_or_one_of_its_step():
   )
   state = by_hand.begun(by_hand.sizes(40, 4), config, [_PROMPT] * 2)
   no_slot = 4
+  empty = jnp.asarray([0, 2, 3, no_slot], jnp.int32)
   waiting = admission_order.Candidates(
     rows=jnp.asarray([2, 1, 3], jnp.int32),
     # A choice needs the lengths alone.
@@ -57,15 +58,15 @@ def test_a_sample_follows_a_running_one_or_one_of_its_step():
     is_blocked=jnp.asarray([False, True, True]),
     needs_page_of=jnp.zeros((3, 3), bool),
     siblings=jnp.asarray([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool),
-    slot_of_leader=jnp.asarray([no_slot, 1, no_slot], jnp.int32),
+    leaders=jnp.asarray([no_slot, 1, no_slot], jnp.int32),
     shared_tokens=jnp.zeros((3, 2), jnp.int32),
   )
-  chosen = admission_order.choose(
-    state.queue, waiting, num_slots=4, num_empty=jnp.int32(3), config=config
+  chosen, leaders = admission_order.choose(
+    state.queue, waiting, empty, no_slot, config
   )
-  assert chosen.candidates.tolist() == [1, 0, 2, 3]
-  assert chosen.slot_of_leader.tolist()[:3] == [1, no_slot, no_slot]
-  assert chosen.row_of_leader.tolist()[:3] == [0, 1, 1]
+  assert chosen.tolist() == [1, 0, 2, 3]
+  # The second one computes its prompt itself, and the third one follows it.
+  assert leaders.tolist() == [1, 2, 2, no_slot]
 
 
 def test_samples_leave_their_slots_with_their_leader():

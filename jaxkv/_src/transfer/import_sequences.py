@@ -24,14 +24,15 @@ from jaxkv._src.cache.steps.reserve import reserve
 from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine.admission.admit import empty_slots
-from jaxkv._src.engine.admission.admit import groups_by_pool
-from jaxkv._src.engine.admission.admit import pages_at_once
-from jaxkv._src.engine.admission.admit import promised_pages
 from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.queue.page_keys import page_keys
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import first_of
 from jaxkv._src.engine.queue.queue import set_status
+from jaxkv._src.engine.slots.grow import groups_by_pool
+from jaxkv._src.engine.slots.grow import needed_pages
+from jaxkv._src.engine.slots.grow import pages_at_once
+from jaxkv._src.engine.slots.grow import promised_pages
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_mask
@@ -244,7 +245,8 @@ def _in_spare_slots(
   later = jnp.maximum(jnp.where(enters[:, None], later - num_held, 0), 0)
   running = jnp.sum(slots.row < queue.no_row) + jnp.sum(enters)
   later = sum_by_pool(cache.config, later)
-  keep_free = promised_pages(queue, slots, cache, state.config)
+  needed = needed_pages(queue, slots, cache, state.config)
+  keep_free = promised_pages(queue, slots, cache, needed, state.config)
   keep_free += jnp.sum(later, axis=0, dtype=jnp.int32)
   keep_free += running.astype(jnp.int32) * groups_by_pool(cache.config)[0]
   keep_free = jnp.where(enters[:, None], keep_free[None], 0)

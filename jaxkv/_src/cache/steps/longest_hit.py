@@ -68,7 +68,7 @@ def find_prefix(
   lengths: Array,
   asked: Array,
   salts: Array | None = None,
-  hashed: tuple[Array, Array] | None = None,
+  keys: Array | None = None,
 ) -> Prefix:
   """Finds the longest cached prefix of each sequence.
 
@@ -82,9 +82,8 @@ def find_prefix(
     lengths: int32[R]; for a length outside of 1 .. T no prefix is found.
     asked: bool[R], the sequences to look up.
     salts: uint32[R, 4]; None for no salts.
-    hashed: the chained hashes of `tokens`, if the caller has computed them:
-      before the first page, uint32[R, 4], and after each page, uint32[R, P, 4].
-      None to compute them here.
+    keys: uint32[R, P, 4], the chained hashes after each page of `tokens`, if
+      the caller has computed them; None to compute them here.
   """
   config = state.config
   index = state.pool.index
@@ -96,10 +95,7 @@ def find_prefix(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
   )
   zero = sharding.zeros_like(possible)
-  if hashed is None:
-    root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
-  else:
-    root = hashed[0]
+  root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   # Zeros are computed from `zero` and are not constants. So inside `shard_map`,
   # a miss varies over the same axes as a hit, which `lax.cond` requires.
   no_columns = config.sizes.full_pages(zero)
@@ -113,7 +109,9 @@ def find_prefix(
   def search() -> Prefix:
     page_tokens = tokens[:, : columns * config.page_size]
     page_tokens = page_tokens.reshape(rows, columns, config.page_size)
-    chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
+    chain = keys
+    if chain is None:
+      chain = hashing.row_keys(secret, root, page_tokens)
     pages = look_up(config, secret, index, chain, page_tokens)
     if config.offload_pages and config.max_restored_pages < config.num_groups:
       pages = worth_restoring(config, pages)

@@ -73,17 +73,17 @@ def _rightmost_match(
     for index in range(num_matched):
       earlier = tokens[:, :, index : index + num_columns]
       matches &= earlier == ngram[:, index, None, None]
-    position = column[None] * samples + sample[:, None]
-    position = jnp.where(matches, position[None], 0)
-    return jnp.max(position, axis=(1, 2), initial=0)
+    flat_index = column[None] * samples + sample[:, None]
+    flat_index = jnp.where(matches, flat_index[None], 0)
+    return jnp.max(flat_index, axis=(1, 2), initial=0)
 
   # Otherwise XLA:CPU would compute `ngram` and `stop_column` again for each of
   # the W columns.
   decodes = jnp.any(rows < queue.no_row)
-  position = loops.if_needed(decodes, match, sharding.zeros_like(rows))
+  flat_index = loops.if_needed(decodes, match, sharding.zeros_like(rows))
   return (
-    elementwise.quotient(position, samples),
-    elementwise.remainder(position, samples),
+    elementwise.quotient(flat_index, samples),
+    elementwise.remainder(flat_index, samples),
   )
 
 
@@ -98,11 +98,11 @@ def likely_lengths(rates: Array, rows: Array, config: RolloutConfig) -> Array:
 
 
 def learn(
-  rates: Array, rows: Array, found: Array, drafted: Array, accepted: Array
+  rates: Array, rows: Array, has_match: Array, drafted: Array, accepted: Array
 ) -> Array:
   """Updates the acceptance rates of rows int32[B]; ignores row Q.
 
-  If a row has a match, as `found`, bool[B], says, but no drafts, a low rate
+  If a row has a match, as `has_match`, bool[B], says, but no drafts, a low rate
   rises slowly, so that drafts are tried again later. `drafted` and `accepted`,
   int32[B], are numbers of draft tokens.
   """
@@ -115,5 +115,5 @@ def learn(
   )
   recovered = jnp.where(rate < LIKELY, recovered, rate)
   rate = jnp.where(drafted > 0, updated, recovered)
-  target_rows = indexing.where_valid(found | (drafted > 0), rows)
+  target_rows = indexing.where_valid(has_match | (drafted > 0), rows)
   return indexing.put(rates, target_rows, values=rate)

@@ -12,7 +12,6 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.steps.reserve import sum_by_pool
-from jaxkv._src.engine.admission.admit import groups_by_pool
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import rows_of
@@ -20,6 +19,7 @@ from jaxkv._src.engine.model_call.schedule import Drafts
 from jaxkv._src.engine.model_call.schedule import Work
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.sampling import ngrams
+from jaxkv._src.engine.slots.grow import groups_by_pool
 from jaxkv._src.engine.slots.grow import needed_pages
 from jaxkv._src.engine.slots.slots import Slots
 from jaxkv._src.engine.slots.slots import are_computing

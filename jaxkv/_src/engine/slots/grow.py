@@ -1,4 +1,4 @@
-"""Frees and reserves pages of running sequences in a step."""
+"""Frees and reserves pages of running sequences, and counts those they need."""
 
 import dataclasses
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import rows_of
@@ -20,6 +22,8 @@ from jaxkv._src.engine.model_call.schedule import Work
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.slots.fork import Forks
 from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots.slots import chunk_size
 from jaxkv._src.engine.slots.slots import limit_to_chunk
 from jaxkv._src.engine.slots.slots import missing_tokens
 from jaxkv._src.engine.state import RolloutState
@@ -88,3 +92,64 @@ def num_new_pages(cache: CacheState, tokens: Array) -> Array:
     cache.config, cache.num_pages, stop, cache.length
   )
   return jnp.sum(sum_by_pool(cache.config, num_new), axis=0, dtype=jnp.int32)
+
+
+def promised_pages(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  needed: Array,
+  config: RolloutConfig,
+) -> Array:
+  """Returns int32[P]: the pages to keep free for running sequences.
+
+  They need `needed`, int32[P], pages in this step.
+  """
+  if not cache.config.skips_pages:
+    return needed
+  length = indexing.take(queue.length, slots.row)
+  at_once = pages_at_once(cache.config, length, config)
+  # A sequence whose prompt is computed never has a chunk in flight again.
+  in_decode = max(config.decode_steps, 1 + config.draft_tokens)
+  is_decoding = missing_tokens(queue, slots, cache) <= 1
+  at_once = jnp.where(
+    is_decoding[:, None],
+    jnp.minimum(at_once, _most_pages(cache.config, in_decode)),
+    at_once,
+  )
+  at_once = jnp.where(are_computing(queue, slots)[:, None], at_once, 0)
+  later = jnp.maximum(at_once - held_pages(cache), 0)
+  later = jnp.sum(sum_by_pool(cache.config, later), axis=0, dtype=jnp.int32)
+  return jnp.maximum(needed, later)
+
+
+def held_pages(cache: CacheState) -> Array:
+  """Returns int32[B, G]: the pages of each slot, without null pages."""
+  # Columns behind a window hold the null page, which is not allocated.
+  num_columns = cache.num_pages - cache.num_skipped_pages
+  if not recurrent.has_states(cache.config):
+    return num_columns
+  # Between the last state at a page end and the running state, too.
+  holds_states = recurrent.holds_states(cache.config)
+  return jnp.where(holds_states, jnp.minimum(num_columns, 2), num_columns)
+
+
+def groups_by_pool(cache_config: CacheConfig) -> Array:
+  """Returns int32[1, P]: the number of groups of each pool."""
+  counts = [len(groups) for groups in cache_config.groups_of_pools]
+  return jnp.asarray([counts], jnp.int32)
+
+
+def pages_at_once(
+  cache_config: CacheConfig, length: Array, config: RolloutConfig
+) -> Array:
+  """Returns the most pages that sequences of a length hold, int32[R, G]."""
+  columns = cache_config.sizes.columns_for(length)
+  most_in_flight = chunk_size(cache_config, config) + config.decode_steps - 1
+  return jnp.minimum(columns, _most_pages(cache_config, most_in_flight))
+
+
+def _most_pages(cache_config: CacheConfig, in_flight: int) -> Array:
+  """Returns the most pages of a sequence with tokens in flight, int32[1, G]."""
+  limits = cache_config.sizes.max_pages(in_flight, cache_config.slot_tokens)
+  return jnp.asarray(limits, jnp.int32)[None]
