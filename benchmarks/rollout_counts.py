@@ -16,7 +16,7 @@ from rows import Row
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.engine.model_call import schedule
+from jaxkv._src.engine import schedule
 
 
 class Run(NamedTuple):

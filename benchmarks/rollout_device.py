@@ -32,7 +32,7 @@ from rows import Row
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.engine.model_call import schedule
+from jaxkv._src.engine import schedule
 
 MODEL = models.llama(
   vocab_size=49_152,

@@ -89,6 +89,7 @@ sequence is admitted, and continues, only while all pools have pages for it.
 """
 
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
@@ -101,7 +102,6 @@ from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.queue.queue import Finish
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.requests import Requests
-from jaxkv._src.engine.results.counters import Counters
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.results.generated import generated
@@ -113,7 +113,7 @@ from jaxkv._src.engine.results.timeline import Timeline
 from jaxkv._src.engine.results.timeline import timeline
 from jaxkv._src.engine.score import Scored
 from jaxkv._src.engine.score import score
-from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.engine.state import is_done

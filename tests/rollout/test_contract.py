@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.engine.sampling import ngrams
+from jaxkv._src.engine.queue.queue import FIRST_DRAFT_RATE
 from tests.rollout import random_calls
 from tests.tools.tiers import slow_except
 from tests.tools.transforms import on_devices
@@ -114,7 +114,7 @@ def example(verb: str, seed: int = 0):
   # With rates of drafts, which `generate` would take long to compile for.
   options = {"draft_tokens": 3, "draft_match": 1, "draft_columns": 4}
   config = dataclasses.replace(state.config, **options)
-  rates = jnp.full((state.queue.size,), ngrams.FIRST_RATE, jnp.float32)
+  rates = jnp.full((state.queue.size,), FIRST_DRAFT_RATE, jnp.float32)
   queue = dataclasses.replace(state.queue, draft_rates=rates)
   state = dataclasses.replace(state, config=config, queue=queue)
   if verb == "import_sequences":

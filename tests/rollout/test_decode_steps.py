@@ -10,8 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.engine.model_call import decode_round
-from jaxkv._src.engine.model_call import schedule
+from jaxkv._src.engine import decode_round
+from jaxkv._src.engine import schedule
 from tests.rollout import by_hand
 from tests.tools.platforms import programs_for
 

@@ -10,8 +10,8 @@ import pytest
 from jaxkv import guides
 from jaxkv import rollout
 from jaxkv._src.engine import generate
+from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import rows_of
-from jaxkv._src.engine.results.counters import Count
 from jaxkv._src.engine.sampling import ngrams
 from jaxkv._src.engine.sampling import speculate
 from jaxkv._src.engine.sampling.stop_rules import endings

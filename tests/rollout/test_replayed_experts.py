@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import kv as memory
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.engine.results import expert_records
+from jaxkv._src.engine import expert_records
 from tests.models import tiny_decoders as tiny
 from tests.models.chosen_experts import chosen_experts
 from tests.rollout import by_hand

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import rollout
-from jaxkv._src.engine.model_call import schedule
+from jaxkv._src.engine import schedule
 
 
 def _scheduled(missing, turns, prefill_columns) -> schedule.Work:

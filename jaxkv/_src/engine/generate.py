@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
@@ -21,7 +22,6 @@ from jaxkv._src.engine.model_call.call_model import shape_of_logits
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import has_ended
 from jaxkv._src.engine.queue.requests import check_tokens
-from jaxkv._src.engine.results.counters import Count
 from jaxkv._src.engine.run_steps import run_steps
 from jaxkv._src.engine.sampling.sample_and_verify import Tally
 from jaxkv._src.engine.state import RolloutState

@@ -15,8 +15,8 @@ from jaxkv._src.engine.queue.queue import Finish
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import order_of
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 from jaxkv._src.kv.check import check as check_memory

@@ -23,8 +23,10 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine import schedule
 from jaxkv._src.engine.admission.admit import empty_slots
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import check_model
@@ -32,7 +34,7 @@ from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import has_version
-from jaxkv._src.engine.model_call import schedule
+from jaxkv._src.engine.pages.preempt import vacate
 from jaxkv._src.engine.queue.enqueue import new_queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import fail
@@ -40,9 +42,7 @@ from jaxkv._src.engine.queue.queue import set_status
 from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.queue.requests import as_extra
 from jaxkv._src.engine.queue.requests import check_tokens
-from jaxkv._src.engine.results.counters import init_counters
-from jaxkv._src.engine.slots.preempt import vacate
-from jaxkv._src.engine.slots.slots import init_slots
+from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.view import Batch
 from jaxkv._src.sampling import reductions

@@ -17,14 +17,16 @@ from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_cache
+from jaxkv._src.engine import schedule
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.config import check_config
+from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.counters import init_counters
+from jaxkv._src.engine.expert_records import check_experts
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import check_slots_unused
 from jaxkv._src.engine.memory import has_version
-from jaxkv._src.engine.model_call import schedule
-from jaxkv._src.engine.model_call.schedule import Width
 from jaxkv._src.engine.queue.enqueue import new_queue
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
@@ -35,11 +37,9 @@ from jaxkv._src.engine.queue.requests import check_fits
 from jaxkv._src.engine.queue.requests import check_num_samples
 from jaxkv._src.engine.queue.requests import check_tokens
 from jaxkv._src.engine.queue.requests import width_of
-from jaxkv._src.engine.results.counters import Counters
-from jaxkv._src.engine.results.counters import init_counters
-from jaxkv._src.engine.results.expert_records import check_experts
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import init_slots
+from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.kv.offload_memory import OffloadMemory
 from jaxkv._src.kv.pools import Pools
 

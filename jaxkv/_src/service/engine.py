@@ -19,11 +19,11 @@ from jaxkv._src.arrays.digest import digest
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.hooks import check_model
-from jaxkv._src.engine.results.counters import Counters
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.sampling.settings import Sampling

@@ -11,6 +11,7 @@ from jax import lax
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine.queue.find_sequences import as_counts
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.queue.requests import as_requests
@@ -18,7 +19,6 @@ from jaxkv._src.engine.queue.requests import check_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.engine.verbs import submit as verb
-from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import check_axes

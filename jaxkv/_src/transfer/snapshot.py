@@ -19,7 +19,7 @@ from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.queue.queue import SequenceStatus
-from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.extras import extra_package

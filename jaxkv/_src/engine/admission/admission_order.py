@@ -29,10 +29,10 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import first_of
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import are_computing
-from jaxkv._src.engine.slots.slots import given_tokens
-from jaxkv._src.engine.slots.slots import prompt_rest
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import given_tokens
+from jaxkv._src.engine.slots import prompt_rest
 
 
 class Candidates(NamedTuple):

@@ -24,18 +24,18 @@ from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.engine.admission.admission_order import choose
 from jaxkv._src.engine.admission.admission_order import first_candidates
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.pages.grow import groups_by_pool
+from jaxkv._src.engine.pages.grow import needed_pages
+from jaxkv._src.engine.pages.grow import pages_at_once
+from jaxkv._src.engine.pages.grow import promised_pages
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import fail
 from jaxkv._src.engine.queue.queue import first_of
 from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.slots.grow import groups_by_pool
-from jaxkv._src.engine.slots.grow import needed_pages
-from jaxkv._src.engine.slots.grow import pages_at_once
-from jaxkv._src.engine.slots.grow import promised_pages
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import chunk_size
-from jaxkv._src.engine.slots.slots import given_tokens
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import given_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 

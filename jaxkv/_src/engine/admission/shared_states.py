@@ -14,8 +14,8 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.prefix.prefix_rules import kept_ends
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.queue.queue import Queue
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
 
 
 def shared_states(

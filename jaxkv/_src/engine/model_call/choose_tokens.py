@@ -5,14 +5,14 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.pool import recurrent
-from jaxkv._src.engine.model_call import schedule
+from jaxkv._src.engine import schedule
 from jaxkv._src.engine.model_call.given_log_probs import are_recorded
-from jaxkv._src.engine.model_call.schedule import Drafts
-from jaxkv._src.engine.model_call.schedule import Work
-from jaxkv._src.engine.slots.slots import are_followed
-from jaxkv._src.engine.slots.slots import limit_to_chunk
-from jaxkv._src.engine.slots.slots import missing_tokens
-from jaxkv._src.engine.slots.slots import prompt_rest
+from jaxkv._src.engine.schedule import Drafts
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import are_followed
+from jaxkv._src.engine.slots import limit_to_chunk
+from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.engine.slots import prompt_rest
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import widths_of
 

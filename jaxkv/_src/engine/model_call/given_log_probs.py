@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -23,7 +22,7 @@ from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import fail
 from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.exact import log_probs
 from jaxkv._src.exact import row_loop
 from jaxkv._src.sampling import statistics
@@ -134,19 +133,6 @@ def end_given(
   queue = dataclasses.replace(queue, finish=finish)
   code = jnp.full_like(slots.row, Status.BAD_LOGITS)
   return fail(queue, slots.row, is_bad, code), ended
-
-
-def copy_recorded(queue: Queue, rows: Array, source_rows: Array) -> Queue:
-  """Copies what is recorded of rows `source_rows` to `rows`, int32[R]."""
-  if queue.log_probs_from is None:
-    return queue
-  values, records = jax.tree.map(
-    lambda array: indexing.put(
-      array, rows, values=indexing.take(array, source_rows)
-    ),
-    (queue.log_probs, queue.records),
-  )
-  return dataclasses.replace(queue, log_probs=values, records=records)
 
 
 def _first_recorded(queue: Queue, rows: Array) -> Array:

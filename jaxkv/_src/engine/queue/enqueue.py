@@ -9,15 +9,15 @@ from jax import Array
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.expert_records import unknown_experts
 from jaxkv._src.engine.queue.page_keys import page_keys
+from jaxkv._src.engine.queue.queue import FIRST_DRAFT_RATE
 from jaxkv._src.engine.queue.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue.queue import Finish
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import order_of
 from jaxkv._src.engine.queue.requests import Requests
-from jaxkv._src.engine.results.expert_records import unknown_experts
-from jaxkv._src.engine.sampling.ngrams import FIRST_RATE
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sampling.statistics import Records
 
@@ -79,7 +79,7 @@ def new_queue(
     log_probs_from = jnp.repeat(jnp.asarray(log_probs_from), samples)
   order, position = order_of(ids, requests.priority)
   strings = sampling.stop_strings
-  rates = jnp.full((num_sequences,), FIRST_RATE, jnp.float32)
+  rates = jnp.full((num_sequences,), FIRST_DRAFT_RATE, jnp.float32)
   return Queue(
     tokens=tokens,
     ids=ids,

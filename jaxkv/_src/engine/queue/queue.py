@@ -19,6 +19,9 @@ from jaxkv._src.sampling.statistics import Records
 NOT_SAMPLED = -1
 """The value of `Queue.versions` for a token that was not sampled."""
 
+FIRST_DRAFT_RATE = 0.8
+"""Initial acceptance rate of drafts."""
+
 
 class SequenceStatus(enum.IntEnum):
   """Status of a sequence, or of its row of the queue.
@@ -205,3 +208,16 @@ def fail(queue: Queue, rows: Array, mask: Array, code: Array) -> Queue:
 def has_ended(status: Array) -> Array:
   """Returns bool[...], True for the status of an ended sequence."""
   return (status == SequenceStatus.DONE) | (status == SequenceStatus.FAILED)
+
+
+def copy_recorded(queue: Queue, rows: Array, source_rows: Array) -> Queue:
+  """Copies what is recorded of rows `source_rows` to `rows`, int32[R]."""
+  if queue.log_probs_from is None:
+    return queue
+  values, records = jax.tree.map(
+    lambda array: indexing.put(
+      array, rows, values=indexing.take(array, source_rows)
+    ),
+    (queue.log_probs, queue.records),
+  )
+  return dataclasses.replace(queue, log_probs=values, records=records)

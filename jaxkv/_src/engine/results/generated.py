@@ -12,17 +12,17 @@ from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.expert_records import save_experts
+from jaxkv._src.engine.queue.find_sequences import as_ids
+from jaxkv._src.engine.queue.find_sequences import as_mask
+from jaxkv._src.engine.queue.find_sequences import find
 from jaxkv._src.engine.queue.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import has_ended
 from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.results.expert_records import save_experts
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
-from jaxkv._src.engine.verbs.find_sequences import as_ids
-from jaxkv._src.engine.verbs.find_sequences import as_mask
-from jaxkv._src.engine.verbs.find_sequences import find
 from jaxkv._src.sampling.statistics import Records
 
 

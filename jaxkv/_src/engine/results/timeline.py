@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.queue.queue import Queue
-from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
 

@@ -12,10 +12,10 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue.queue import FIRST_DRAFT_RATE
 from jaxkv._src.engine.queue.queue import Queue
 
 LIKELY = 0.5  # Minimum probability that all drafts of a row are accepted.
-FIRST_RATE = 0.8  # Initial acceptance rate.
 _DECAY = 0.8  # Decay of the moving average of acceptance rates.
 _RECOVERY = 0.01  # Added to a low rate at each match without a draft.
 
@@ -111,7 +111,7 @@ def learn(
   fraction /= jnp.maximum(drafted, 1).astype(jnp.float32)
   updated = rate * jnp.float32(_DECAY) + fraction * jnp.float32(1 - _DECAY)
   recovered = jnp.minimum(
-    rate + jnp.float32(_RECOVERY), jnp.float32(FIRST_RATE)
+    rate + jnp.float32(_RECOVERY), jnp.float32(FIRST_DRAFT_RATE)
   )
   recovered = jnp.where(rate < LIKELY, recovered, rate)
   rate = jnp.where(drafted > 0, updated, recovered)

@@ -15,17 +15,17 @@ from jaxkv._src.cache.steps.reserve import sum_by_pool
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import rows_of
-from jaxkv._src.engine.model_call.schedule import Drafts
-from jaxkv._src.engine.model_call.schedule import Work
+from jaxkv._src.engine.pages.grow import groups_by_pool
+from jaxkv._src.engine.pages.grow import needed_pages
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.sampling import ngrams
-from jaxkv._src.engine.slots.grow import groups_by_pool
-from jaxkv._src.engine.slots.grow import needed_pages
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import are_computing
-from jaxkv._src.engine.slots.slots import are_followed
-from jaxkv._src.engine.slots.slots import chunk_size
-from jaxkv._src.engine.slots.slots import missing_tokens
+from jaxkv._src.engine.schedule import Drafts
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import are_followed
+from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import missing_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 

@@ -11,16 +11,16 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine.queue.find_sequences import as_ids
+from jaxkv._src.engine.queue.find_sequences import as_mask
+from jaxkv._src.engine.queue.find_sequences import find
 from jaxkv._src.engine.queue.queue import Finish
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.slots.slots import slots_of
+from jaxkv._src.engine.slots import slots_of
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
-from jaxkv._src.engine.verbs.find_sequences import as_ids
-from jaxkv._src.engine.verbs.find_sequences import as_mask
-from jaxkv._src.engine.verbs.find_sequences import find
-from jaxkv._src.engine.verbs.find_sequences import leave_slots
+from jaxkv._src.engine.verbs.leave_slots import leave_slots
 
 
 def abort(

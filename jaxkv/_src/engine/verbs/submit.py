@@ -16,6 +16,9 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue.enqueue import new_queue
 from jaxkv._src.engine.queue.enqueue import sequence_keys
+from jaxkv._src.engine.queue.find_sequences import as_counts
+from jaxkv._src.engine.queue.find_sequences import as_mask
+from jaxkv._src.engine.queue.queue import FIRST_DRAFT_RATE
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import first_of
@@ -26,11 +29,8 @@ from jaxkv._src.engine.queue.requests import check_columns
 from jaxkv._src.engine.queue.requests import check_extra
 from jaxkv._src.engine.queue.requests import check_stop_strings
 from jaxkv._src.engine.queue.requests import check_tokens
-from jaxkv._src.engine.sampling.ngrams import FIRST_RATE
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
-from jaxkv._src.engine.verbs.find_sequences import as_counts
-from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.sampling import settings
 
 _OF_WHOLE_QUEUE = {"draft_rates", "next_id", "order", "place", "sampling"}
@@ -278,7 +278,7 @@ def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
   sampling = dataclasses.replace(sampling, stop_strings=strings)
   rates = queue.draft_rates
   if rates is not None:
-    rates = indexing.put(rates, rows, values=jnp.float32(FIRST_RATE))
+    rates = indexing.put(rates, rows, values=jnp.float32(FIRST_DRAFT_RATE))
   queue = dataclasses.replace(
     queue, sampling=sampling, draft_rates=rates, **fields
   )

@@ -17,7 +17,7 @@ from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import check_single
-from jaxkv._src.engine.verbs.find_sequences import leave_slots
+from jaxkv._src.engine.verbs.leave_slots import leave_slots
 
 Policy = Literal["recompute", "keep", "drop"]
 

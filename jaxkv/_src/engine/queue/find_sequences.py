@@ -1,6 +1,5 @@
-"""Finds sequences by their ids, and removes them from slots."""
+"""Finds sequences by their ids."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,14 +11,8 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.cache.state import is_empty
-from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
-from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.results.expert_records import save_experts
-from jaxkv._src.engine.slots.preempt import vacate
-from jaxkv._src.engine.state import RolloutState
 
 
 def as_ids(ids: Any) -> Array:
@@ -63,27 +56,3 @@ def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
   row = jnp.where(code == Status.OK, row, queue.no_row)
   status = indexing.take(queue.status, row, fill=SequenceStatus.EMPTY)
   return row, status, code
-
-
-def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
-  """Frees slots, bool[B], and puts their sequences back into the queue.
-
-  Samples that wait to fork a prompt in these slots also return to the queue.
-  """
-  queue = state.queue
-  slots = state.slots
-  cache = state.memory.cache
-  slot = jnp.arange(slots.size, dtype=jnp.int32)
-  leaving |= indexing.take(leaving, slots.leader, fill=False)
-  holds = leaving & ~is_empty(cache, slot)
-  rows = jnp.where(holds, slots.row, queue.no_row)
-  # The expert ids are stored in the pages that are freed below.
-  queue = save_experts(queue, state.memory.kv, cache, rows)
-  cache, _ = free(cache, mask=holds)
-  queue = set_status(queue, slots.row, leaving, SequenceStatus.WAITING)
-  return dataclasses.replace(
-    state,
-    queue=queue,
-    slots=vacate(slots, leaving, queue.no_row),
-    memory=dataclasses.replace(state.memory, cache=cache),
-  )

@@ -10,8 +10,8 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.queue import fail
 from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import are_computing
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 

@@ -11,10 +11,10 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool.page_pool import num_in_use
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
-from jaxkv._src.engine.model_call.decode_round import Round
-from jaxkv._src.engine.model_call.schedule import Work
-from jaxkv._src.engine.results.expert_records import save_full_pages
-from jaxkv._src.engine.slots.grow import held_pages
+from jaxkv._src.engine.decode_round import Round
+from jaxkv._src.engine.expert_records import save_full_pages
+from jaxkv._src.engine.pages.grow import held_pages
+from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 from jaxkv._src.engine.state import widths_of

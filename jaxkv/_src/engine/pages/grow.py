@@ -17,15 +17,15 @@ from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.cache.verbs.recycle import recycle
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.memory import move_pages
-from jaxkv._src.engine.model_call.schedule import Drafts
-from jaxkv._src.engine.model_call.schedule import Work
+from jaxkv._src.engine.pages.fork import Forks
 from jaxkv._src.engine.queue.queue import Queue
-from jaxkv._src.engine.slots.fork import Forks
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import are_computing
-from jaxkv._src.engine.slots.slots import chunk_size
-from jaxkv._src.engine.slots.slots import limit_to_chunk
-from jaxkv._src.engine.slots.slots import missing_tokens
+from jaxkv._src.engine.schedule import Drafts
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import limit_to_chunk
+from jaxkv._src.engine.slots import missing_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 

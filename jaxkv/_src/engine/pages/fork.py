@@ -14,12 +14,12 @@ from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.verbs.fork import owed_copies
 from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.model_call.given_log_probs import copy_recorded
 from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
+from jaxkv._src.engine.queue.queue import copy_recorded
 from jaxkv._src.engine.queue.queue import set_status
-from jaxkv._src.engine.slots.slots import Slots
-from jaxkv._src.engine.slots.slots import prompt_rest
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import prompt_rest
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 from jaxkv._src.kv.pools import Pools

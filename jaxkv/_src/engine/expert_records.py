@@ -18,7 +18,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue.queue import Queue
-from jaxkv._src.engine.slots.slots import Slots
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.pools import Pools

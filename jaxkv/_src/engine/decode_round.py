@@ -24,19 +24,19 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.verbs.allocate import make_room
+from jaxkv._src.engine import schedule
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import is_exact
 from jaxkv._src.engine.memory import move_pages
-from jaxkv._src.engine.model_call import schedule
 from jaxkv._src.engine.model_call.call_model import call_model
-from jaxkv._src.engine.model_call.schedule import Width
-from jaxkv._src.engine.model_call.schedule import Work
+from jaxkv._src.engine.pages.grow import num_new_pages
 from jaxkv._src.engine.results import timeline
 from jaxkv._src.engine.sampling.sample_and_verify import Sampled
 from jaxkv._src.engine.sampling.sample_and_verify import sample_tokens
-from jaxkv._src.engine.slots.grow import num_new_pages
-from jaxkv._src.engine.slots.slots import missing_tokens
+from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import missing_tokens
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import replaced
 

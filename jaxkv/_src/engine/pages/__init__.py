@@ -1,0 +1,1 @@
+"""The pages of running sequences: who gets, shares and gives up pages."""

@@ -1,1 +1,0 @@
-"""The slots: running sequences and their pages."""
