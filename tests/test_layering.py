@@ -31,8 +31,9 @@ _LAYERS = (
     "jaxkv.sharding",
     "jaxkv.workers",
   ),
-  ("jaxkv._src.sharding", "jaxkv._src.workers"),
+  ("jaxkv._src.workers",),
   ("jaxkv._src.service",),
+  ("jaxkv._src.sharding",),
   ("jaxkv._src.transfer",),
   (
     "jaxkv._src.engine",
@@ -59,6 +60,7 @@ _CLIENTS = ("jaxkv._src.commands", "jaxkv._src.integrations")
 # Folders of files, and packages that extras install; nothing of the cache.
 _OPEN_TO_CLIENTS = {
   "jaxkv._src.arrays.digest",
+  "jaxkv._src.arrays.no_mesh",
   "jaxkv._src.compilation_cache",
   "jaxkv._src.extras",
 }

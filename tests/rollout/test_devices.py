@@ -261,7 +261,6 @@ class TestArguments:
       ({"data": "rows"}, "`data` must be an axis of the mesh, one of .'data',"),
       ({"model": "heads"}, "`model` must be an axis of the mesh"),
       ({"data": "data", "model": "data"}, "two axes of the mesh"),
-      ({}, "two axes of the mesh, or one of them None"),
     ],
   )
   def test_axes(self, names, text):

@@ -249,8 +249,8 @@ def _fail_after_donation(monkeypatch) -> None:
   """Lets the program of a step raise after it has taken the state."""
   advance = programs.advance
 
-  def failing(*arguments):
-    advance(*arguments)
+  def failing(*arguments, **options):
+    advance(*arguments, **options)
     raise ValueError("out of memory")
 
   monkeypatch.setattr(programs, "advance", failing)
@@ -273,7 +273,7 @@ def test_failure_before_donation_changes_nothing(monkeypatch):
   with _engine() as engine:
     ids = engine.submit([[1, 2, 3]], sampling=_GREEDY)
 
-    def failing(*_):
+    def failing(*_, **__):
       raise KeyboardInterrupt
 
     monkeypatch.setattr(programs, "advance", failing)

@@ -24,12 +24,12 @@ from jaxkv import init as init_cache
 from jaxkv import new_epoch
 from jaxkv import rollout
 from jaxkv import sharding
+from jaxkv._src.arrays.no_mesh import no_mesh
 from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations.jobs import Answer
 from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
 from jaxkv._src.integrations.jobs import JobBatch
-from jaxkv._src.integrations.no_mesh import no_mesh
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv.kv import Batch
 from jaxkv.rollout import Records

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import CacheConfig
+from jaxkv._src.arrays.no_mesh import no_mesh
 from jaxkv._src.integrations import packages
-from jaxkv._src.integrations.no_mesh import no_mesh
 from jaxkv.kv import Batch
 from jaxkv.kv import LayerMemory
 from jaxkv.kv import LayerPlan

@@ -1,6 +1,5 @@
 """Engine: a rollout with its weights, its memory and compiled programs."""
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import jax
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
-from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import check_type
 from jaxkv._src.arrays.digest import digest
@@ -27,6 +25,8 @@ from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.service import devices
+from jaxkv._src.service import moves
 from jaxkv._src.service import programs
 from jaxkv._src.service import samples
 from jaxkv._src.service import scoring
@@ -38,6 +38,7 @@ from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Room
 from jaxkv._src.service.samples import Samples
 from jaxkv._src.service.stream import Stream
+from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.transfer import snapshot
 from jaxkv._src.transfer.exported import Exported
 
@@ -81,6 +82,7 @@ class Engine:
     cache: CacheConfig | int,
     config: RolloutConfig | None = None,
     *,
+    axes: MeshAxes | None = None,
     process: Process | None = None,
     draft: Draft | None = None,
     tokenizer: Any = None,
@@ -93,13 +95,17 @@ class Engine:
     """Creates an engine; its first call compiles the loop.
 
     Args:
-      params: the model's parameters, on one device. The engine keeps them, so
-        do not donate them.
+      params: the model's parameters. The engine keeps them, so do not donate
+        them. See `axes` for several devices.
       model: a `jaxkv.models.Pretrained`, or a function, see `Model`.
       cache: the sizes of the cache, or the number of bytes of its K/V.
       config: static options; None for the defaults. `max_new_tokens` is the
         default of `generate`. `max_length` is the longest sequence; 0 for what
         a slot holds.
+      axes: a mesh over which K/V heads are split along `axes.model`. Parameters
+        that are on its devices keep their shardings; others are placed as
+        `jaxkv.sharding.param_shardings` says. None for the devices of `params`;
+        if they are several, each holds the whole cache.
       process: see `generate`.
       draft: see `generate`.
       tokenizer: an object with `encode`, `encode_chat` and `decode`, such as
@@ -120,31 +126,26 @@ class Engine:
     """
     config = RolloutConfig() if config is None else config
     check_type("config", config, RolloutConfig, "a RolloutConfig")
-    self._served = served_model.served(model, config, init_kv)
-    check_model(self._served.call, config)
-    self._cache = served_model.sized(self._served, cache, config)
-    longest = config.max_length or self._cache.slot_tokens
-    # A request says how many tokens it generates.
-    self._config = dataclasses.replace(
-      config, max_length=longest, max_new_tokens=max(longest - 1, 1)
-    )
-    functions = self._served.call, process, draft
+    served = served_model.served(model, config, init_kv)
+    check_model(served.call, config)
+    sizes = served_model.sized(served, cache, config)
+    axes = devices.axes_of(params, served, axes)
+    self._params = devices.placed_first(params, served, axes)
+    self._config = served_model.longest_config(config, sizes, axes)
+    functions = served.call, process, draft
     self._functions = tuple(map(StaticFunction, functions))
     self._reader = PromptReader(
-      self._served,
+      served,
       self._config,
       max_new_tokens=config.max_new_tokens,
       tokenizer=tokenizer,
     )
-    # Committed arrays: after uncommitted ones, those of `update_weights` would
-    # compile the loop again.
-    device = served_model.device_of(params)
-    self._params = jax.device_put(params, device)
     self._held = HeldRollout(
       self._config,
-      self._cache,
+      sizes,
+      axes=axes,
       num_prompts=num_prompts,
-      init_kv=lambda: jax.device_put(self._served.init_kv(self._cache), device),
+      init_kv=devices.kv_maker(params, served, axes, sizes),
       key=jax.random.key(0) if key is None else key,
       secret=secret,
       first_sequence=as_count("first_sequence", first_sequence, 0),
@@ -186,7 +187,7 @@ class Engine:
     """
     # An error of the tokenizer at the end would lose the samples.
     self._reader.texts([])
-    with self._held.lock:
+    with self._held.locked():
       stream = self.stream(
         prompts,
         sampling=sampling,
@@ -233,7 +234,7 @@ class Engine:
       steps = 8
     if steps is not None:
       steps = as_count("steps", steps, 1)
-    with self._held.lock:
+    with self._held.locked():
       self._held.adopt(requests)
     stream = Stream(
       self._held,
@@ -277,7 +278,7 @@ class Engine:
       num_samples=num_samples,
       max_new_tokens=max_new_tokens,
     )
-    with self._held.lock:
+    with self._held.locked():
       return self._held.submit(requests, ids)
 
   def step(self, steps: int | None = None) -> int:
@@ -289,17 +290,17 @@ class Engine:
     """
     if steps is not None:
       steps = as_count("steps", steps, 1)
-    with self._held.lock:
+    with self._held.locked():
       return self._held.advance(self._params, self._functions, steps)
 
   def harvest(self) -> list[PromptSamples]:
     """Removes and returns the prompts whose samples have all ended."""
-    with self._held.lock:
+    with self._held.locked():
       return self._held.harvest()
 
   def abort(self, ids: Sequence[int]) -> list[Status]:
     """Ends sequences and frees their pages, see `jaxkv.rollout.abort`."""
-    with self._held.lock:
+    with self._held.locked():
       return self._held.by_id(programs.abort, ids)
 
   def extend(
@@ -322,13 +323,11 @@ class Engine:
     Returns:
       A `Status` for each sequence, see `jaxkv.rollout.extend`.
     """
-    budget = self._reader.budget(max_new_tokens)
-    rows, lengths = self._reader.new_tokens(tokens, len(ids))
-    options = {"max_tokens": np.full((len(ids),), budget, np.int32)}
-    if priority is not None:
-      options["priority"] = np.asarray(as_int32("priority", list(priority)))
-    with self._held.lock:
-      return self._held.by_id(programs.extend, ids, rows, lengths, **options)
+    rows, options = self._reader.new_turn(
+      tokens, len(ids), max_new_tokens, priority
+    )
+    with self._held.locked():
+      return self._held.by_id(programs.extend, ids, *rows, **options)
 
   def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
     """Copies sequences, see `jaxkv.rollout.branch`.
@@ -342,7 +341,7 @@ class Engine:
       which the queue has no room.  # int32[R, n]
     """
     num_branches = as_count("num_branches", num_branches, 1)
-    with self._held.lock:
+    with self._held.locked():
       return self._held.branch(ids, num_branches)
 
   def update_weights(
@@ -368,13 +367,9 @@ class Engine:
     Returns:
       The ids of the prompts that were removed.
     """
-    with self._held.lock:
-      self._held.read()
-      next_version = self._held.version + 1
-      if version is None:
-        version = next_version
-      version = as_count("version", version, next_version)
-      placed_params = served_model.placed(params, self._params)
+    with self._held.locked():
+      version = self._held.next_version(version)
+      placed_params = devices.placed(params, self._params)
       dropped = self._held.update_weights(policy, version, max_age)
       self._params = placed_params
       return dropped
@@ -400,7 +395,7 @@ class Engine:
       longest completion.
     """
     rows = self._reader.tokens(prompts, self._config.max_length - 1)
-    with self._held.lock:
+    with self._held.locked():
       return scoring.score(
         self._held,
         self._params,
@@ -418,18 +413,18 @@ class Engine:
     The next call that changes the engine copies the K/V memory once, because it
     cannot donate a state that somebody may keep.
     """
-    with self._held.lock:
+    with self._held.locked():
       return self._held.lend()
 
   @property
   def counters(self) -> Counters:
     """The counters of the rollout, as NumPy arrays."""
-    with self._held.lock:
+    with self._held.locked():
       return jax.device_get(self._held.read().counters)
 
   def room(self) -> Room:
     """Returns the room for further prompts."""
-    with self._held.lock:
+    with self._held.locked():
       return self._held.room()
 
   def match(self, prompts: Any) -> np.ndarray:
@@ -438,12 +433,12 @@ class Engine:
     `prompts` are as in `submit`.
     """
     requests = self._reader.to_match(prompts)
-    with self._held.lock:
+    with self._held.locked():
       return self._held.match(requests)
 
   def weights_digest(self) -> tuple[int, ...]:
     """Returns a digest of the weights, which engines with equal ones share."""
-    with self._held.lock:
+    with self._held.locked():
       self._held.read()
       return digest(jax.tree.leaves(self._params))
 
@@ -452,8 +447,8 @@ class Engine:
 
     Sequences of streams stay. The result has NumPy arrays.
     """
-    with self._held.lock:
-      return self._held.export()
+    with self._held.locked():
+      return moves.export(self._held)
 
   def import_sequences(
     self, exported: Exported, ids: Sequence[int] | None = None
@@ -468,12 +463,12 @@ class Engine:
     Returns:
       The ids of the prompts that entered, with all of their samples.
     """
-    with self._held.lock:
-      return self._held.import_sequences(exported, ids)
+    with self._held.locked():
+      return moves.import_sequences(self._held, exported, ids)
 
   def save(self, folder: str | pathlib.Path, *, pages: bool = True) -> None:
     """Saves the state, see `jaxkv.checkpoint.save`."""
-    with self._held.lock:
+    with self._held.locked():
       snapshot.save(folder, self._held.read(), pages=pages)
 
   def restore(self, folder: str | pathlib.Path) -> None:
@@ -482,13 +477,13 @@ class Engine:
     The queue must have the optional fields of that engine. To give them to a
     new engine, `generate` a prompt with the same `sampling` first.
     """
-    with self._held.lock:
+    with self._held.locked():
       state = snapshot.restore(folder, self._held.read())
       self._held.replace(state)
 
   def close(self) -> None:
     """Frees the memory of the cache; further calls raise a RuntimeError."""
-    with self._held.lock:
+    with self._held.locked():
       self._held.replace(None)
       self._params = None
 

@@ -1,10 +1,12 @@
 """The state of an engine, which its programs donate."""
 
+import contextlib
 import dataclasses
 import os
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +16,16 @@ import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.no_mesh import no_mesh
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import StaticFunction
+from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.queue.requests import as_requests
@@ -30,12 +35,14 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.kv.offload_memory import init_offload
+from jaxkv._src.kv.pools import Pools
 from jaxkv._src.service import programs
 from jaxkv._src.service import prompts as prompt_arrays
 from jaxkv._src.service import samples
 from jaxkv._src.service.samples import PromptSamples
 from jaxkv._src.service.samples import Room
-from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.sharding import rollouts as on_mesh
+from jaxkv._src.sharding.mesh_axes import MeshAxes
 
 _NO_LIMIT = 2**30
 _MAX_STEPS = 2**12
@@ -46,10 +53,9 @@ _SECONDS = 0.5
 class HeldRollout:
   """A rollout whose programs update it in place, or an empty one after a fault.
 
-  The caller holds `lock` during each call.
+  The caller is inside `locked` during each call.
 
   Attributes:
-    lock: the lock of the engine.
     streamed: the ids of the prompts of streams.
     ended: prompts of streams that were harvested for their rows.
     generation: increases when all sequences are replaced.
@@ -61,6 +67,7 @@ class HeldRollout:
     config: RolloutConfig,
     cache: CacheConfig,
     *,
+    axes: MeshAxes | None,
     num_prompts: int | None,
     init_kv: Callable[[], Any],
     key: jax.Array,
@@ -72,6 +79,7 @@ class HeldRollout:
     Args:
       config: the options of the rollout.
       cache: the sizes of the cache.
+      axes: the mesh, with axes of type Auto; None for one device.
       num_prompts: the prompts for which the queue has room; None for enough
         that the slots stay busy.
       init_kv: makes the K/V memory, on its device.
@@ -79,18 +87,20 @@ class HeldRollout:
       secret: uint32[4], the secret of page keys; None for a random one.
       first_sequence: the id of the first sequence.
     """
-    self.lock = threading.RLock()
+    self._lock = threading.RLock()
     self.streamed: set[int] = set()
     self.ended: dict[int, PromptSamples] = {}
     self.generation = 0
     self.version = 0
-    self._config = config
-    self._cache = cache
+    self.config = config
+    self.cache = cache
+    self._axes = axes
     if num_prompts is None:
       num_prompts = -(-4 * cache.num_slots // config.num_samples)
     self._num_prompts = as_count("num_prompts", num_prompts, 1)
     self._init_kv = init_kv
-    self._key = key
+    # A key that is committed to another device could not be used on a mesh.
+    self._key = key if axes is None else jax.device_put(key, axes.everywhere())
     # A random secret, so that nobody can construct equal page keys for
     # different tokens.
     if secret is None:
@@ -100,6 +110,13 @@ class HeldRollout:
     self._span_steps = 8
     self._is_lent = False
     self._state: RolloutState | None = self._empty()
+
+  @contextlib.contextmanager
+  def locked(self) -> Iterator[None]:
+    """Takes the lock of the engine, and leaves the mesh of the caller."""
+    # In the contexts of other meshes, all programs would be compiled again.
+    with self._lock, no_mesh(), jax.set_mesh(None):
+      yield
 
   def read(self) -> RolloutState:
     """Returns the state, which the next `update` donates."""
@@ -118,19 +135,19 @@ class HeldRollout:
 
   def room(self) -> Room:
     """Returns the `Room` for further prompts."""
-    status = self.progress().status.reshape(-1, self._config.num_samples)
+    status = self.progress().status.reshape(-1, self.config.num_samples)
     prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
     # All running sequences may end in a step, so each slot needs a waiting
     # sequence too.
     unfinished = int(np.sum(status < SequenceStatus.DONE))
-    slots = self._cache.num_slots
+    slots = self.cache.num_slots
     return Room(prompts, max(2 * slots - unfinished, 0), slots)
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""
     state = self.read()
-    rows = prompt_arrays.padded(requests, self._config, state.queue.width)
-    num_samples = self._config.num_samples
+    rows = prompt_arrays.padded(requests, self.config, state.queue.width)
+    num_samples = self.config.num_samples
     matched = match(
       state.memory.cache,
       rows.tokens,
@@ -164,10 +181,10 @@ class HeldRollout:
     """
     state = self.read()
     if self._is_lent:
-      self._state = state = programs.copy(state)
+      self._state = state = programs.copy(state, axes=self._axes)
       self._is_lent = False
     try:
-      self._state, out = program(state, *arguments, **options)
+      self._state, out = program(state, *arguments, axes=self._axes, **options)
       # Errors of a device appear when its results are read.
       return jax.device_get(out)
     except BaseException as error:
@@ -197,14 +214,14 @@ class HeldRollout:
     """
     self.adopt(requests)
     queue = self.read().queue
-    num_samples = self._config.num_samples
+    num_samples = self.config.num_samples
     num_prompts = len(requests.lengths)
-    check_num_samples(requests, self._config, least=1)
-    requests = prompt_arrays.with_salts(requests, queue, self._config)
-    requests = prompt_arrays.padded(requests, self._config, queue.width)
+    check_num_samples(requests, self.config, least=1)
+    requests = prompt_arrays.with_salts(requests, queue, self.config)
+    requests = prompt_arrays.padded(requests, self.config, queue.width)
     mask = np.arange(len(requests.lengths)) < num_prompts
     # After an interrupt, the queue can have later ids than were returned.
-    self._next_id = max(self._next_id, int(queue.next_id))
+    self.count_ids()
     if ids is None:
       ids = self._next_id + np.arange(num_prompts, dtype=np.int32) * num_samples
     ids = np.asarray(as_int32("ids", ids, (num_prompts,), ", one for each"))
@@ -240,16 +257,20 @@ class HeldRollout:
     max_ended = _NO_LIMIT
     if steps is None:
       num_ended = int(np.sum(_has_ended(self.progress().status)))
-      max_ended = num_ended + self._cache.num_slots
+      max_ended = num_ended + self.cache.num_slots
     # Always both numbers, so that one program serves all calls.
     until = Until(steps=jnp.int32(num_steps), sequences=jnp.int32(max_ended))
     start_time = time.perf_counter()
-    progress = self.update(programs.advance, params, until, functions)
+    progress = self.update(programs.advance, params, until, functions=functions)
     if steps is None and progress.num_steps == num_steps:
       rate = num_steps / (time.perf_counter() - start_time)
       longest = min(2 * num_steps, _MAX_STEPS)
       self._span_steps = max(1, min(longest, round(_SECONDS * rate)))
     return int(np.sum(progress.status < SequenceStatus.DONE))
+
+  def count_ids(self) -> None:
+    """Makes new ids continue after all ids of the queue."""
+    self._next_id = max(self._next_id, int(self.read().queue.next_id))
 
   def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
     """Copies sequences; returns the ids of the copies, int32[R, n]."""
@@ -259,15 +280,15 @@ class HeldRollout:
     padded_ids = np.asarray(as_int32("ids", list(ids), (len(ids),)))[index]
     mask = np.arange(len(index)) < len(ids)
     parts = []
-    for first_branch in range(0, num_branches, self._config.num_samples):
-      count = min(num_branches - first_branch, self._config.num_samples)
+    for first_branch in range(0, num_branches, self.config.num_samples):
+      count = min(num_branches - first_branch, self.config.num_samples)
       out = self.update(
         programs.branch, padded_ids, num_branches=count, mask=mask
       )
       first_ids = out.ids[: len(ids), None]
       copies = first_ids + np.arange(count, dtype=np.int32)
       parts.append(np.where(first_ids < 0, -1, copies))
-    self._next_id = max(self._next_id, int(self.read().queue.next_id))
+    self.count_ids()
     return np.concatenate(parts, axis=1)
 
   def harvest(self) -> list[PromptSamples]:
@@ -280,7 +301,7 @@ class HeldRollout:
 
   def _harvest(self, *, of_streams: bool) -> list[PromptSamples]:
     progress = self.progress()
-    num_samples = self._config.num_samples
+    num_samples = self.config.num_samples
     status = progress.status.reshape(-1, num_samples)
     has_ended = np.any(_has_ended(status), axis=1)
     has_ended &= np.all(status >= SequenceStatus.DONE, axis=1)
@@ -291,6 +312,13 @@ class HeldRollout:
     rows = np.repeat(has_ended, num_samples)
     out = self.update(programs.harvest, mask=rows, whole_prompts=True)
     return samples.split(out.results, num_samples)
+
+  def next_version(self, version: int | None) -> int:
+    """Returns the version of new weights; None is for the next one."""
+    self.read()
+    if version is None:
+      return self.version + 1
+    return as_count("version", version, self.version + 1)
 
   def update_weights(
     self, policy: Policy, version: int, max_age: int | None
@@ -308,7 +336,7 @@ class HeldRollout:
 
   def _drop(self, oldest_version: int) -> list[int]:
     queue = self.read().queue
-    num_samples = self._config.num_samples
+    num_samples = self.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
     )
@@ -323,67 +351,6 @@ class HeldRollout:
     self.update(programs.abort, ids, mask=is_dropped & is_unfinished)
     self.update(programs.harvest, mask=is_dropped, whole_prompts=True)
     return ids[::num_samples][is_old].tolist()
-
-  def export(self) -> Exported:
-    """Removes and returns all sequences, except those of streams."""
-    state = self.read()
-    num_samples = self._config.num_samples
-    cache_config = self._cache
-    ids, status, table = jax.device_get(
-      (state.queue.ids, state.queue.status, state.memory.cache.page_table)
-    )
-    # The export copies pages on the device, where a copy of the whole pool may
-    # not fit. Multiples of 16, so that fewer sizes are compiled.
-    max_pages = []
-    for groups in cache_config.groups_of_pools:
-      pages = table[:, np.asarray(groups)]
-      num_held = np.unique(pages[pages < cache_config.no_page]).size
-      max_pages.append(-(-num_held // 16) * 16)
-    # Pages go to the first sequences.
-    rows = np.argsort(status != SequenceStatus.RUNNING, kind="stable")
-    moves = status != SequenceStatus.EMPTY
-    is_streamed = np.isin(ids[::num_samples], list(self.streamed))
-    moves &= ~np.repeat(is_streamed, num_samples)
-    return self.update(
-      programs.export, ids[rows], mask=moves[rows], max_pages=tuple(max_pages)
-    )
-
-  def import_sequences(
-    self, exported: Exported, ids: Sequence[int] | None
-  ) -> list[int]:
-    """Adds the sequences of prompts; returns the prompts that entered."""
-    queue = exported.queue
-    sampling = queue.sampling
-    if sampling.stop_strings is not None:
-      # The tables are not exported; the import compares their shapes.
-      own_strings = self.read().queue.sampling.stop_strings
-      if own_strings is None:
-        raise ValueError(
-          "`exported` must have no stop strings for an engine without them; "
-          "first `generate` a prompt with the same stop strings."
-        )
-      strings = dataclasses.replace(
-        own_strings, start=sampling.stop_strings.start
-      )
-      sampling = dataclasses.replace(sampling, stop_strings=strings)
-    self._adopt_fields(
-      Requests(
-        queue.tokens,
-        queue.prompt_length,
-        sampling=sampling,
-        priority=queue.priority,
-        salts=queue.salts,
-        extra=queue.extra,
-      )
-    )
-    first_ids = np.asarray(queue.ids) - np.asarray(exported.sample)
-    mask = np.ones(first_ids.shape, bool)
-    if ids is not None:
-      mask = np.isin(first_ids, list(ids))
-    out = self.update(programs.import_sequences, exported, mask=mask)
-    self._next_id = max(self._next_id, int(self.read().queue.next_id))
-    # The samples of a prompt enter together, because they share rows.
-    return sorted(set(first_ids[out.ok].tolist()))
 
   def by_id(
     self, program: Callable, ids: Sequence[int], *rows: Any, **options: Any
@@ -420,15 +387,16 @@ class HeldRollout:
       ValueError: a sequence does not fit the cache; or the queue has sequences
         and lacks a field.
     """
-    check_fits(requests, self._cache, self._config)
-    self._adopt_fields(requests)
+    check_fits(requests, self.cache, self.config)
+    self.adopt_fields(requests)
 
-  def _adopt_fields(self, fields: Requests) -> None:
+  def adopt_fields(self, fields: Requests) -> None:
+    """Gives the queue optional fields, whatever the prompts."""
     state = self.read()
     template = prompt_arrays.without_samples(
-      self._num_prompts, self._config, fields, state.queue
+      self._num_prompts, self.config, fields, state.queue
     )
-    template = as_requests(template, self._config)
+    template = as_requests(template, self.config)
     if prompt_arrays.fits(template, state.queue):
       return
     if np.any(self.progress().status < SequenceStatus.EMPTY):
@@ -437,16 +405,7 @@ class HeldRollout:
         "while sequences are in the queue, got others; harvest them first."
       )
     memory = state.memory
-    renewed = init(
-      memory.cache,
-      memory.kv,
-      template,
-      self._key,
-      self._config,
-      first_sequence=self._next_id,
-      version=memory.cache.epoch,
-      offload=memory.offload,
-    )
+    renewed = self._init(memory, template, version=memory.cache.epoch)
     self._state = dataclasses.replace(
       renewed, counters=state.counters, log=state.log
     )
@@ -468,19 +427,28 @@ class HeldRollout:
 
   def _empty(self) -> RolloutState:
     """Returns a state without sequences, with a new cache."""
-    kv = self._init_kv()
-    return init(
-      # A copy, because the state is donated.
-      init_cache(self._cache, jnp.copy(self._secret)),
-      kv,
-      prompt_arrays.without_samples(self._num_prompts, self._config),
-      self._key,
-      self._config,
-      first_sequence=self._next_id,
-      offload=init_offload(kv, self._cache)
-      if self._cache.offload_pages
-      else None,
+    if self._axes is None:
+      cache, kv = self._init_memory()
+    else:
+      cache, kv = on_mesh.init_memory(self._init_memory, axes=self._axes)
+    offload = init_offload(kv, self.cache) if self.cache.offload_pages else None
+    return self._init(
+      Memory(cache=cache, kv=kv, offload=offload),
+      prompt_arrays.without_samples(self._num_prompts, self.config),
     )
+
+  def _init_memory(self) -> tuple[CacheState, Pools]:
+    # A copy of the secret, because the state is donated.
+    return init_cache(self.cache, jnp.copy(self._secret)), self._init_kv()
+
+  def _init(
+    self, memory: Memory, requests: Requests, version: Any = None
+  ) -> RolloutState:
+    arguments = memory.cache, memory.kv, requests, self._key, self.config
+    options = {"first_sequence": self._next_id, "version": version}
+    if self._axes is None:
+      return init(*arguments, offload=memory.offload, **options)
+    return on_mesh.init(*arguments, axes=self._axes, **options)
 
 
 def _has_ended(status: Any) -> Any:

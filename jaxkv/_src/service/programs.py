@@ -1,9 +1,11 @@
 """The compiled programs of engines, which donate the state.
 
 They are at module level, so that engines with equal functions and sizes share
-them.
+them. All take `axes`, the mesh of the state; None for one device.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -25,6 +27,9 @@ from jaxkv._src.engine.verbs import extend as extend_verb
 from jaxkv._src.engine.verbs import submit as submit_verb
 from jaxkv._src.engine.verbs import update_weights as weights_verb
 from jaxkv._src.engine.verbs.update_weights import Policy
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.shards import placed
+from jaxkv._src.sharding.state_shardings import tree_shardings
 from jaxkv._src.transfer import export as export_verb
 from jaxkv._src.transfer import import_sequences as import_verb
 
@@ -51,6 +56,7 @@ def _advance(
   state: RolloutState,
   params: Any,
   until: Until,
+  *,
   functions: tuple[StaticFunction, ...],
 ) -> tuple[RolloutState, Progress]:
   """Generates tokens with a model, a `Process` and a `Draft`."""
@@ -96,26 +102,47 @@ def _tokens_of(state: RolloutState, start: Array, count: int) -> Array:
   return indexing.take(tokens, row, column)
 
 
-advance = jax.jit(_advance, static_argnums=3, donate_argnums=0)
-submit = jax.jit(submit_verb.submit, donate_argnums=0)
-harvest = jax.jit(
-  harvest_rows, static_argnames="whole_prompts", donate_argnums=0
-)
-extend = jax.jit(extend_verb.extend, donate_argnums=0)
-branch = jax.jit(
-  branch_verb.branch, static_argnames="num_branches", donate_argnums=0
-)
-abort = jax.jit(abort_verbs.abort, donate_argnums=0)
-export = jax.jit(
-  export_verb.export, static_argnames="max_pages", donate_argnums=0
-)
-import_sequences = jax.jit(import_verb.import_sequences, donate_argnums=0)
-update_weights = jax.jit(
-  _update_weights, static_argnames="policy", donate_argnums=0
-)
-score = jax.jit(
-  _score, static_argnames=("function", *_OPTIONS_OF_SCORE), donate_argnums=0
-)
-copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+def _program(function: Callable, *static: str) -> Callable:
+  """Compiles a function that changes a state, which is donated.
+
+  `function` maps the state and its arguments to the new state and a result.
+  `static` are the names of static arguments.
+  """
+
+  def run(
+    state: RolloutState,
+    *arguments: Any,
+    axes: MeshAxes | None = None,
+    **options: Any,
+  ) -> tuple[RolloutState, Any]:
+    state, out = function(state, *arguments, **options)
+    return _placed(state, axes), out
+
+  run.__name__ = function.__name__
+  return jax.jit(run, static_argnames=("axes", *static), donate_argnums=0)
+
+
+def _placed(state: RolloutState, axes: MeshAxes | None) -> RolloutState:
+  # XLA could choose other shardings, for which all programs would be compiled
+  # again.
+  return state if axes is None else placed(state, tree_shardings(state, axes))
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def copy(state: RolloutState, *, axes: MeshAxes | None) -> RolloutState:
+  """Returns a copy of a state."""
+  return _placed(jax.tree.map(jnp.copy, state), axes)
+
+
+advance = _program(_advance, "functions")
+submit = _program(submit_verb.submit)
+harvest = _program(harvest_rows, "whole_prompts")
+extend = _program(extend_verb.extend)
+branch = _program(branch_verb.branch, "num_branches")
+abort = _program(abort_verbs.abort)
+export = _program(export_verb.export, "max_pages")
+import_sequences = _program(import_verb.import_sequences)
+update_weights = _program(_update_weights, "policy")
+score = _program(_score, "function", *_OPTIONS_OF_SCORE)
 read_progress = jax.jit(progress_of)
 read_tokens = jax.jit(_tokens_of, static_argnums=2)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.queue.requests import Requests
@@ -105,13 +106,18 @@ class PromptReader:
       return as_requests(prompts, self.config)
     return self.requests(prompts, num_samples=1, max_new_tokens=1)
 
-  def new_tokens(
-    self, tokens: Sequence[Any], count: int
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens that `extend` appends, int32[R, L], and lengths.
+  def new_turn(
+    self,
+    tokens: Sequence[Any],
+    count: int,
+    max_new_tokens: int | None,
+    priority: Sequence[int] | None,
+  ) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the arguments of `rollout.extend`; see `Engine.extend`.
 
     Raises ValueError unless there are `count` lists of tokens.
     """
+    budget = self.budget(max_new_tokens)
     if len(tokens) != count:
       raise ValueError(
         f"`tokens` must have a list for each of the {count} ids, got "
@@ -123,7 +129,10 @@ class PromptReader:
     ]
     rows, lengths = prompt_arrays.stacked(lists)
     check_tokens("tokens", rows, lengths, vocab_size=self.vocab_size)
-    return rows, lengths
+    options = {"max_tokens": np.full((count,), budget, np.int32)}
+    if priority is not None:
+      options["priority"] = np.asarray(as_int32("priority", list(priority)))
+    return (rows, lengths), options
 
   def _checked(self, requests: Requests, options: dict[str, Any]) -> Requests:
     for name, option in options.items():

@@ -1,11 +1,10 @@
 """The model of an engine, with the sizes of its cache."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
-
-import jax
 
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
@@ -15,6 +14,7 @@ from jaxkv._src.engine.hooks import keyword
 from jaxkv._src.models.decoder import cache_config as decoder_sizes
 from jaxkv._src.models.decoder import init_kv as decoder_kv
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.sharding.mesh_axes import MeshAxes
 
 _MAX_SLOTS = 64
 """The most slots of a cache that is sized by its bytes."""
@@ -117,19 +117,15 @@ def sized(
   return sizes(num_slots=1)
 
 
-def device_of(params: Any) -> Any:
-  """Returns the device of the parameters, or the default one."""
-  leaves = jax.tree.leaves(params)
-  if not leaves or not isinstance(leaves[0], jax.Array):
-    return jax.devices()[0]
-  return min(leaves[0].devices(), key=lambda device: device.id)
-
-
-def placed(params: Any, old_params: Any) -> Any:
-  """Returns parameters with the dtypes and devices of earlier ones."""
-
-  def put(old: jax.Array, new: Any) -> jax.Array:
-    # Other dtypes would compile again, and change the log-probs.
-    return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
-
-  return jax.tree.map(put, old_params, params)
+def longest_config(
+  config: RolloutConfig, sizes: CacheConfig, axes: MeshAxes | None
+) -> RolloutConfig:
+  """Returns options for sequences of any length that fits a slot."""
+  longest = config.max_length or sizes.slot_tokens
+  return dataclasses.replace(
+    config,
+    max_length=longest,
+    # A request says how many tokens it generates.
+    max_new_tokens=max(longest - 1, 1),
+    vocab_parts=config.vocab_parts if axes is None else axes.num_parts,
+  )

@@ -59,7 +59,7 @@ class Stream:
     num_prompts = len(self._requests.lengths)
     try:
       while num_entered < num_prompts or self._running:
-        with self._held.lock:
+        with self._held.locked():
           self._check_generation()
           if num_entered < num_prompts:
             num_entered += self._enter(num_entered)
@@ -145,7 +145,7 @@ class Stream:
     """Removes the prompts that the caller did not wait for."""
     if not self._running:
       return
-    with self._held.lock:
+    with self._held.locked():
       if self._generation == self._held.generation:
         ids = [
           first_id + sample

@@ -22,14 +22,15 @@ class MeshAxes:
     mesh: the devices.
     data: the axis over which X shards are distributed; None for one rollout.
     model: the axis over which K/V heads and parameters are split; None to
-      replicate them.
+      replicate them. Without `data` and `model`, each device has a copy of one
+      rollout.
     experts: the axis over which the experts of each layer are distributed,
       which must be `data`; None for all experts in each shard.
 
   Raises:
     TypeError: `mesh` is not a `jax.sharding.Mesh`.
-    ValueError: an axis is not in the mesh, `data` and `model` are the same or
-      both None, or `experts` is another axis than `data`.
+    ValueError: an axis is not in the mesh, `data` and `model` are the same, or
+      `experts` is another axis than `data`.
 
   Examples:
     >>> import jax
@@ -52,10 +53,10 @@ class MeshAxes:
           f"`{name}` must be an axis of the mesh, one of "
           f"{self.mesh.axis_names}, got {axis!r}."
         )
-    if self.data == self.model:
+    if self.data is not None and self.data == self.model:
       raise ValueError(
-        "`data` and `model` must be two axes of the mesh, or one of them None, "
-        f"got {self.data!r} for both."
+        "`data` and `model` must be two axes of the mesh, got "
+        f"{self.data!r} for both."
       )
     if self.experts not in (None, self.data):
       raise ValueError(

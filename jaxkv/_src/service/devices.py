@@ -1,0 +1,144 @@
+"""The devices of an engine, and its weights on them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.engine.hooks import is_exact
+from jaxkv._src.service.served_model import ServedModel
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
+from jaxkv._src.sharding.param_shardings import param_shardings
+
+
+def axes_of(
+  params: Any, model: ServedModel, axes: MeshAxes | None
+) -> MeshAxes | None:
+  """Returns the mesh of an engine, with axes of type Auto.
+
+  Without `axes`, it is the mesh on which the parameters are sharded; None if
+  they are on one device.
+
+  Raises:
+    TypeError: `axes` is not a MeshAxes.
+    ValueError: an engine cannot serve the model on these devices.
+  """
+  if axes is None:
+    leaves = _arrays_on_several_devices(params)
+    if not leaves:
+      return None
+    mesh = getattr(leaves[0].sharding, "mesh", None)
+    if not isinstance(mesh, Mesh):
+      raise ValueError(
+        "`params` must be on one device, or have NamedShardings, got "
+        f"{leaves[0].sharding}."
+      )
+    axes = MeshAxes(mesh)
+  check_axes(axes)
+  if axes.data is not None:
+    raise ValueError(
+      f"`axes.data` must be None for an engine, got {axes.data!r}; make an "
+      "engine for each shard, or use the functions of jaxkv.sharding."
+    )
+  devices = axes.mesh.devices.flat
+  if any(device.process_index != jax.process_index() for device in devices):
+    raise ValueError(
+      "`axes.mesh` must have devices of this process alone for an engine; use "
+      "the functions of jaxkv.sharding for a mesh of several processes."
+    )
+  if axes.mesh.size > 1 and is_exact(model.call):
+    raise ValueError(
+      '`model` must have numerics="fast" on several devices, got "exact": the '
+      "last bits of a sum would depend on their number."
+    )
+  return dataclasses.replace(axes, mesh=_auto(axes.mesh))
+
+
+def placed_first(params: Any, model: ServedModel, axes: MeshAxes | None) -> Any:
+  """Returns the first parameters of an engine, as committed arrays.
+
+  On a mesh, arrays keep their shardings. Arrays that are not on a mesh yet are
+  split if `param_shardings` can split them, and replicated otherwise.
+
+  Raises:
+    ValueError: parameters are on the devices of another mesh, or cannot be
+      split.
+  """
+  if axes is None:
+    return jax.device_put(params, _device_of(params))
+  devices = set(axes.mesh.devices.flat)
+  for leaf in _arrays_on_several_devices(params):
+    if leaf.devices() != devices:
+      raise ValueError(
+        "`params` must be on the devices of `axes.mesh`, got an array on "
+        f"{len(leaf.devices())} others; place them with jax.device_put(params, "
+        "jaxkv.sharding.param_shardings(params, axes=axes))."
+      )
+  shardings = jax.tree.map(lambda leaf: _own_sharding(leaf, devices), params)
+  if jax.tree.structure(shardings) != jax.tree.structure(params):
+    split = param_shardings(
+      params,
+      axes=axes if model.decoder is not None else MeshAxes(axes.mesh),
+    )
+    shardings = jax.tree.map(
+      lambda leaf, new: _own_sharding(leaf, devices) or new, params, split
+    )
+  return jax.device_put(params, shardings)
+
+
+def kv_maker(
+  params: Any, model: ServedModel, axes: MeshAxes | None, sizes: CacheConfig
+) -> Callable[[], Any]:
+  """Returns a function that makes K/V memory beside the first parameters."""
+  if axes is not None:
+    return lambda: model.init_kv(sizes)
+  device = _device_of(params)
+  return lambda: jax.device_put(model.init_kv(sizes), device)
+
+
+def placed(params: Any, old_params: Any) -> Any:
+  """Returns parameters with the dtypes and shardings of earlier ones."""
+
+  def put(old: jax.Array, new: Any) -> jax.Array:
+    # Other dtypes would compile again, and change the log-probs.
+    return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
+
+  return jax.tree.map(put, old_params, params)
+
+
+def _device_of(params: Any) -> Any:
+  """Returns the device of the parameters, or the default one."""
+  leaves = jax.tree.leaves(params)
+  if not leaves or not isinstance(leaves[0], jax.Array):
+    return jax.devices()[0]
+  return leaves[0].device
+
+
+def _arrays_on_several_devices(params: Any) -> list[jax.Array]:
+  leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+  return [leaf for leaf in leaves if len(leaf.sharding.device_set) > 1]
+
+
+def _own_sharding(leaf: Any, devices: set[Any]) -> NamedSharding | None:
+  """Returns the sharding of an array that is on a mesh of `devices`."""
+  sharding = getattr(leaf, "sharding", None)
+  if not isinstance(sharding, NamedSharding):
+    return None
+  if sharding.device_set != devices:
+    return None
+  return NamedSharding(_auto(sharding.mesh), sharding.spec)
+
+
+def _auto(mesh: Any) -> Mesh:
+  """Returns a mesh with axes of type Auto.
+
+  The rollout loop does not have the annotations that Explicit axes require.
+  """
+  types = (AxisType.Auto,) * len(mesh.axis_names)
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=types)

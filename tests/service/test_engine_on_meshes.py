@@ -1,0 +1,151 @@
+"""`rollout.Engine` on meshes: equal tokens, shardings, and one compilation."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from tests.models import tiny_decoders
+from tests.rollout.recipes import axes_of
+
+pytestmark = pytest.mark.skipif(
+  jax.device_count() < 8, reason="needs eight devices"
+)
+_DECODER = tiny_decoders.llama(vocab_size=32, num_heads=4, num_kv_heads=2)
+_CACHE = jaxkv.CacheConfig(
+  num_pages=80, page_size=2, num_slots=3, pages_per_slot=16
+)
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2, max_new_tokens=5, prefill_chunk=8, raw_log_probs=True
+)
+_PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5, 8], [9], [7, 9, 3, 2]]
+_traces: list[int] = []
+
+
+def _model(params, batch, kv, *, config):
+  _traces.append(1)
+  return models.forward(params, batch, kv, config=config)
+
+
+_MODEL = functools.partial(_model, config=_DECODER)
+
+
+@functools.cache
+def _params(seed):
+  return models.init_params(jax.random.key(seed), _DECODER)
+
+
+def _sharded_by_trainer(params):
+  """Returns parameters that are split over a mesh in a way of its own."""
+  mesh = jax.sharding.Mesh(
+    np.asarray(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp")
+  )
+
+  def place(leaf):
+    spec = P("fsdp") if leaf.shape[0] % 2 == 0 else P()
+    return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, params)
+
+
+def _engine(params, **options):
+  return rollout.Engine(
+    params, _MODEL, _CACHE, _CONFIG, num_prompts=8, **options
+  )
+
+
+def _shardings(engine):
+  return [leaf.sharding for leaf in jax.tree.leaves(engine.state)]
+
+
+@functools.cache
+def _expected():
+  """Returns samples of one device with two weights, and log-probs."""
+  with _engine(_params(0)) as engine:
+    results = [engine.generate(_PROMPTS).results]
+    engine.update_weights(_params(1))
+    results.append(engine.generate(_PROMPTS).results)
+    scored = engine.score(_PROMPTS[:2], [[[1, 2]], [[3, 4]]])
+  return results, scored.log_probs
+
+
+def _check(results, expected):
+  np.testing.assert_array_equal(results.tokens, expected.tokens)
+  np.testing.assert_allclose(
+    results.records.raw_log_probs, expected.records.raw_log_probs, atol=1e-5
+  )
+
+
+def _check_engine(engine, new_params):
+  """Compares an engine with one device, in the contexts of other meshes."""
+  results, log_probs = _expected()
+  _check(engine.generate(_PROMPTS).results, results[0])
+  num_traces = len(_traces)
+  shardings = _shardings(engine)
+  with jax.set_mesh(jax.make_mesh((2,), ("other",))):
+    engine.update_weights(new_params)
+    _check(engine.generate(_PROMPTS).results, results[1])
+  assert len(_traces) == num_traces
+  assert _shardings(engine) == shardings
+  scored = engine.score(_PROMPTS[:2], [[[1, 2]], [[3, 4]]])
+  np.testing.assert_allclose(scored.log_probs, log_probs, atol=1e-5)
+
+
+def test_pages_are_split_by_heads():
+  """On a mesh of Explicit axes, with parameters of one device."""
+  axes = axes_of(model=2, axis_type=AxisType.Explicit)
+  with _engine(_params(0), axes=axes) as engine:
+    _check_engine(engine, _params(1))
+    pages = engine.state.memory.kv.k
+    assert pages.addressable_shards[0].data.shape[1] == pages.shape[1] // 2
+    assert not pages.sharding.is_fully_replicated
+
+
+@pytest.mark.slow
+def test_parameters_keep_the_shardings_of_a_trainer():
+  """The state is replicated on their devices."""
+  params = _sharded_by_trainer(_params(0))
+  with _engine(params) as engine:
+    _check_engine(engine, _params(1))
+    assert all(
+      where.is_fully_replicated and len(where.device_set) == 4
+      for where in _shardings(engine)
+    )
+    assert engine._params["embed"].sharding == params["embed"].sharding
+    assert not engine._params["embed"].sharding.is_fully_replicated
+
+
+def _exact_model():
+  decoder = dataclasses.replace(_DECODER, numerics="exact")
+  return functools.partial(models.forward, config=decoder)
+
+
+@pytest.mark.parametrize(
+  ("options", "text"),
+  [
+    ({"axes": axes_of(data=2)}, "`axes.data` must be None for an engine"),
+    ({"axes": axes_of(model=8)}, "must be an array whose dimension"),
+    (
+      {"axes": axes_of(model=2), "params": _sharded_by_trainer(_params(0))},
+      "on 4 others",
+    ),
+    ({"axes": axes_of(model=2), "model": _exact_model()}, 'numerics="fast"'),
+  ],
+)
+def test_what_cannot_be_served_is_refused(options, text):
+  options = {"params": _params(0), "model": _MODEL} | options
+  with pytest.raises(ValueError, match=text):
+    rollout.Engine(cache=_CACHE, **options)
+
+
+def test_a_mesh_instead_of_axes_is_refused():
+  with pytest.raises(TypeError, match="`axes` must be a MeshAxes"):
+    _engine(_params(0), axes=axes_of(model=2).mesh)
