@@ -12,12 +12,14 @@ Pass options as `functools.partial(JaxkvRollout, page_size=8)`.
 | prompts that begin with earlier        | hit the cached full pages           |
 | prompts or answers                     |                                     |
 | new weights                            | drop all cached pages               |
-| weights moved to the host and back     | keep the cached pages               |
+| weights moved to the host and back     | keep the cached pages; between      |
+|                                        | calls, no other copy is kept        |
 | other lengths, limits, temperatures    | compile nothing again               |
-| the first `top_k` or `top_p`, the first| compile once more                   |
-| `return_logprobs`, a longer            |                                     |
-| `kv_cache_size`                        |                                     |
-| more prompts than the queue holds      | run in several batches              |
+| another number of prompts              | compiles at most one small program  |
+| the first `top_k` or `top_p`, a longer | compile once more                   |
+| `kv_cache_size`, more than 8           |                                     |
+| `eos_tokens`                           |                                     |
+| more prompts than the queue holds      | enter as others end                 |
 | calls from several threads             | form one batch                      |
 | `return_logprobs`                      | log-probs of logits / temperature,  |
 |                                        | before `top_k` and `top_p`, as in   |

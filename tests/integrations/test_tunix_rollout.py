@@ -90,7 +90,10 @@ def test_compiles_once(model):
   """Whatever lengths, limits, temperatures, prompts and weights come."""
   engine = setup.ours(model, mesh=setup.one_device())
   usual = setup.config(top_p=1.0)
-  engine.generate(_TEXTS, usual)
+  # Prompts enter in programs for 1, 2, 4, ... of them.
+  for count in (16, 9, 2):
+    engine.generate(_TEXTS[:count], usual)
+  engine.generate(_TEXTS * 2, usual)  # More than the queue holds.
   nnx = importlib.import_module("flax.nnx")
   new_weights = nnx.state(setup.tiny("llama3", seed=5), nnx.Param)
   elsewhere = jax.device_put(new_weights, jax.devices()[-1])
@@ -100,11 +103,25 @@ def test_compiles_once(model):
     out = engine.generate(_TEXTS[:count], dataclasses.replace(usual, **options))
     assert max(map(len, out.tokens)) <= limit
   engine.generate(_TEXTS[:1], dataclasses.replace(usual, seed=3))
-  engine.generate(_TEXTS * 2, usual)  # More than the queue holds.
+  engine.generate(_TEXTS * 2, usual)
   for weights in (new_weights, elsewhere):
     engine.update_params(weights, (nnx.Param,))
     engine.generate(_TEXTS, usual)
   assert num_compiled() == num_programs
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_greedy_on_a_mesh_equals_vanilla(model, shape):
+  """Weights keep their shardings; pages are split by heads over "tp"."""
+  mesh = jax.sharding.Mesh(
+    np.asarray(jax.devices()[:4]).reshape(shape), ("fsdp", "tp")
+  )
+  reshard = setup.module("rl.reshard")
+  engine = setup.ours(reshard.reshard_model_to_mesh(model, mesh), mesh=mesh)
+  config = setup.config()
+  expected = setup.vanilla(model).generate(_TEXTS, config)
+  for _ in range(2):
+    assert _same(engine.generate(_TEXTS, config), expected)
 
 
 def test_pad_is_not_drawn():
@@ -234,11 +251,15 @@ def test_a_prompt_that_is_too_long_is_refused(model):
 
 
 def test_a_failed_engine_changes_nothing(model):
-  engine = setup.ours(model)
+  engine = setup.ours(model, page_size=4)
+  engine.generate(_TEXTS, setup.config())
+  num_prefilled = engine.counters()["prefilled"]
+  num_bytes = engine.num_bytes()
   with pytest.raises(ValueError, match="`max_length"):
     engine.generate(_TEXTS[:1], setup.config(kv_cache_size=2**40))
   engine.generate(_TEXTS[:1], setup.config())
-  assert engine._engine.sizes.max_length == 64
+  assert engine.num_bytes() == num_bytes
+  assert engine.counters()["prefilled"] - num_prefilled <= 4
 
 
 def test_an_impossible_call_fails_without_the_others(model):
@@ -246,8 +267,8 @@ def test_an_impossible_call_fails_without_the_others(model):
   engine = setup.ours(model)
   config = setup.config()
   large = setup.config(kv_cache_size=2**40)
-  jobs = engine._jobs([engine._tokens(_TEXTS[0])], config)
-  results = engine._serve([(jobs, False, config), (jobs, False, large)])
+  samples = engine._samples([engine._tokens(_TEXTS[0])], config)
+  results = engine._serve([(samples, config), (samples, large)])
   assert len(results[0]) == 1 and "`max_length" in str(results[1])
 
 
@@ -306,5 +327,12 @@ def test_turns_from_threads_compute_new_tokens_alone(model):
 def test_an_error_reaches_its_caller(model):
   engine = setup.ours(model, num_pages=8, page_size=4)
   config = setup.config(kv_cache_size=64)
-  with pytest.raises(RuntimeError, match="has 8 pages"):
+  with pytest.raises(ValueError, match="num_pages` must be at least 15"):
     engine.generate([setup.prompt(0, 30)], config)
+  nnx = importlib.import_module("flax.nnx")
+  params = jax.tree.map(lambda leaf: leaf * np.nan, nnx.state(model, nnx.Param))
+  engine = setup.ours(model)
+  engine.generate(_TEXTS, config)
+  engine.update_params(params, (nnx.Param,))
+  with pytest.raises(RuntimeError, match="could not be drawn: BAD_LOGITS"):
+    engine.generate(_TEXTS, config)

@@ -119,8 +119,9 @@ def test_parameters_keep_the_shardings_of_a_trainer():
       where.is_fully_replicated and len(where.device_set) == 4
       for where in _shardings(engine)
     )
-    assert engine._params["embed"].sharding == params["embed"].sharding
-    assert not engine._params["embed"].sharding.is_fully_replicated
+    embed = engine._weights.read()["embed"]
+    assert embed.sharding == params["embed"].sharding
+    assert not embed.sharding.is_fully_replicated
 
 
 def _exact_model():

@@ -1,25 +1,46 @@
-"""Implements tunix's interface `BaseRollout` with a `QueueEngine`."""
+"""Implements tunix's interface `BaseRollout` with an `Engine`."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
 
-from jaxkv._src.integrations import jobs as client_jobs
+from jaxkv import CacheConfig
+from jaxkv import Status
+from jaxkv import rollout
+from jaxkv import sharding
 from jaxkv._src.integrations import packages
-from jaxkv._src.integrations.engine import QueueEngine
-from jaxkv._src.integrations.jobs import Answer
-from jaxkv._src.integrations.jobs import Job
+from jaxkv._src.integrations import sample_requests
 from jaxkv._src.integrations.paged_module import PagedModule
+from jaxkv._src.integrations.sample_requests import Sample
+from jaxkv._src.integrations.sample_requests import Settings
 from jaxkv._src.integrations.thread_batches import ThreadBatches
 from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.weight_changes import WeightWatch
+
+_SOLO_PROMPTS = 16
+"""The prompts of an engine whose first call has one prompt with one sample."""
+_MAX_SLOTS = 256
+
+
+class Answer(NamedTuple):
+  """One sample.
+
+  Attributes:
+    tokens: the drawn tokens, the stop token included.  # int32[T]
+    log_probs: the log-prob of each token, before `top_k` and `top_p`, but after
+      the temperature.  # float32[T]
+  """
+
+  tokens: np.ndarray
+  log_probs: np.ndarray
 
 
 class TunixRollout:
@@ -52,7 +73,7 @@ class TunixRollout:
         configs.
       decoder: the adapted policy; None for a supported model of tunix.
       num_samples: the maximum number of samples that share one prefill; None
-        for the longest run of equal prompts in the first call.
+        for the most equal prompts in the first call.
       num_jobs: number of prompts in the queue; None for as many as the first
         call needs, or 16 if it has a single sample.
       num_pages: pages of all pools together; None for half of the pages that a
@@ -70,25 +91,28 @@ class TunixRollout:
     if not isinstance(tokenizer, adapter.TokenizerAdapter):
       tokenizer = adapter.TokenizerAdapter(tokenizer)
     self.tokenizer = tokenizer
-    self._decoder = decoder or paged_module_of(rollout_actor)
+    decoder = decoder or paged_module_of(rollout_actor)
+    # Programs keep the decoder; they must not keep its first weights.
+    self._decoder = dataclasses.replace(decoder, params=None)
     self._graphdef, self._params = nnx.split(rollout_actor)
     self._mesh = mesh
-    self._choose_sizes = functools.partial(
-      client_jobs.choose_sizes,
-      num_samples=num_samples,
-      num_jobs=num_jobs,
-      num_pages=num_pages,
-      page_size=page_size,
-      prefill_chunk=prefill_chunk,
-    )
+    self._given_samples = num_samples
+    self._given_jobs = num_jobs
+    # Those of the engine; a later engine has no fewer.
+    self._num_samples = 1
+    self._num_jobs = 1
+    self._num_pages = num_pages
+    self._page_size = page_size
+    self._prefill_chunk = prefill_chunk
     self._max_length = max_length or _max_tokens(rollout_config)
     self._keep_eos = keep_eos
     self._seed = seed
     self._calls = itertools.count()
     self._watch = WeightWatch()
-    self._shardings: list[Any] | None = None
     self._moves_weights = False
-    self._engine: QueueEngine | None = None
+    self._engine: rollout.Engine | None = None
+    self._cache: CacheConfig | None = None
+    self._version = 0
     self._batches = ThreadBatches(self._serve)
 
   def generate(
@@ -96,8 +120,8 @@ class TunixRollout:
   ) -> Any:
     """Generates answers, and returns a tunix `RolloutOutput`.
 
-    Adjacent equal prompts are treated as samples of one prompt, so they share
-    one prefill. Several threads can call this method at the same time.
+    Equal prompts are samples of one prompt, which is computed once. Several
+    threads can call this method at the same time.
 
     Args:
       prompts: texts, or one text.
@@ -106,8 +130,8 @@ class TunixRollout:
 
     Raises:
       RuntimeError: a sample failed, for example for lack of pages.
-      ValueError: there is no prompt, a prompt is empty or too long, there are
-        too many stop tokens, or `max_tokens_to_generate` is below 1.
+      ValueError: there is no prompt, a prompt is empty or too long, the pages
+        do not suffice for it, or `max_tokens_to_generate` is below 1.
     """
     del kwargs
     if isinstance(prompts, str):
@@ -115,9 +139,8 @@ class TunixRollout:
     tokens = [self._tokens(text) for text in prompts]
     if not tokens:
       raise ValueError("`prompts` must have at least one prompt, got none.")
-    jobs = self._jobs(tokens, rollout_config)
-    wants_log_probs = bool(rollout_config.return_logprobs)
-    answers = self._batches.call((jobs, wants_log_probs, rollout_config))
+    samples = self._samples(tokens, rollout_config)
+    answers = self._batches.call((samples, rollout_config))
     if isinstance(answers, ValueError):
       raise answers
     return self._output(tokens, answers, rollout_config)
@@ -179,11 +202,21 @@ class TunixRollout:
 
   def counters(self) -> dict[str, Any]:
     """Returns the `jaxkv.rollout.Counters` of the current cache, by name."""
-    return {} if self._engine is None else self._engine.counters()
+    if self._engine is None:
+      return {}
+    counters = vars(self._engine.counters)
+    return {
+      name: np.asarray(count).tolist() for name, count in counters.items()
+    }
 
   def num_bytes(self) -> int:
     """Returns the bytes of keys and values; 0 before the first call."""
-    return 0 if self._engine is None else self._engine.num_bytes()
+    cache = self._cache
+    if cache is None:
+      return 0
+    pages = jax.eval_shape(lambda: self._decoder.init_kv(cache))
+    leaves = jax.tree.leaves(pages)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
   def _tokens(self, text: str) -> np.ndarray:
     """Tokenizes a text like tunix's own sampler."""
@@ -191,28 +224,24 @@ class TunixRollout:
     ids = ([bos] if bos else []) + list(self.tokenizer.encode(text))
     return np.asarray(self.tokenizer.dedup_bos_ids(ids), np.int32)
 
-  def _jobs(self, tokens: list[np.ndarray], config: Any) -> list[Job]:
-    """Makes one job from each run of equal prompts."""
+  def _samples(self, tokens: list[np.ndarray], config: Any) -> list[Sample]:
+    """Makes a sample for each prompt."""
     stops = tuple(config.eos_tokens or [self.eos_id()])
-    # As in tunix, `top_p=None` is greedy decoding.
-    temperature = 0.0 if config.top_p is None else float(config.temperature)
+    settings = Settings(
+      max_tokens=int(config.max_tokens_to_generate),
+      # As in tunix, `top_p=None` is greedy decoding.
+      temperature=0.0 if config.top_p is None else float(config.temperature),
+      top_k=max(config.top_k or 0, 0),
+      top_p=1.0 if config.top_p is None else float(config.top_p),
+      stop_tokens=stops,
+      may_draw_pad=self.pad_id() in stops,
+    )
     # Each prompt gets its own seed, so that samples of equal prompts differ.
-    seeds = client_jobs.seeds(self._entropy(config.seed), len(tokens))
-    jobs: list[Job] = []
-    for prompt, seed in zip(tokens, seeds, strict=True):
-      jobs.append(
-        Job(
-          prompt=prompt,
-          seeds=(seed,),
-          max_tokens=int(config.max_tokens_to_generate),
-          temperature=temperature,
-          top_k=max(config.top_k or 0, 0),
-          top_p=1.0 if config.top_p is None else float(config.top_p),
-          stop_tokens=stops,
-          may_draw_banned=self.pad_id() in stops,
-        )
-      )
-    return client_jobs.joined(jobs)
+    seeds = sample_requests.seeds(self._entropy(config.seed), len(tokens))
+    return [
+      Sample(tuple(prompt.tolist()), settings, seed)
+      for prompt, seed in zip(tokens, seeds, strict=True)
+    ]
 
   def _entropy(self, seed: Any) -> list[int]:
     """Returns the entropy from which the seeds of a call are derived."""
@@ -225,103 +254,129 @@ class TunixRollout:
     return [abs(int(word)) for word in np.asarray(seed).reshape(-1)]
 
   def _serve(
-    self, requests: list[tuple[list[Job], bool, Any]]
+    self, calls: list[tuple[list[Sample], Any]]
   ) -> list[list[Answer] | ValueError]:
-    """Serves the requests of several threads in one batch.
+    """Serves the calls of several threads in one batch.
 
-    For a request that does not fit, the error is returned instead of raised, so
+    For a call that does not fit, the error is returned instead of raised, so
     that the other threads get their answers.
     """
     try:
-      return [*self._serve_together(requests)]
+      return [*self._serve_together(calls)]
     except ValueError as error:
-      if len(requests) == 1:
+      if len(calls) == 1:
         return [error]
       # One of them does not fit the engine. Nothing was generated yet. Alone it
       # cannot fail the others.
-      return [self._serve([request])[0] for request in requests]
+      return [self._serve([call])[0] for call in calls]
 
   def _serve_together(
-    self, requests: list[tuple[list[Job], bool, Any]]
+    self, calls: list[tuple[list[Sample], Any]]
   ) -> list[list[Answer]]:
-    engine = self._engine_for(requests)
+    samples = [sample for part, _ in calls for sample in part]
     # `_params` is read once, because another thread can call `update_params`.
     params = self._params
-    if self._watch.has_changed(params, by_contents=self._moves_weights):
-      engine.invalidate_cache()
-    params = self._place(params)
-    jobs = [job for part, _, _ in requests for job in part]
-    wants_log_probs = any(wants for _, wants, _ in requests)
-    # Jobs are sorted by prompt, so that equal prompts of different threads
-    # become one job.
-    order = sorted(range(len(jobs)), key=lambda n: jobs[n].prompt.tobytes())
-    merged = client_jobs.joined([jobs[index] for index in order])
-    answers = iter(
-      answer
-      for samples in engine.run(params, merged, log_probs=wants_log_probs)
-      for answer in samples
+    engine = self._engine_for(samples, [config for _, config in calls], params)
+    is_new = self._watch.has_changed(params, by_contents=self._moves_weights)
+    if is_new or not self._version:
+      self._version += 1
+    _check_lengths(samples, self._max_length)
+    groups = sample_requests.grouped(samples, self._num_samples)
+    requests = sample_requests.requests_of(
+      samples,
+      groups,
+      num_samples=self._num_samples,
+      num_columns=self._max_length - 1,
     )
-    by_job: list[list[Answer]] = [[] for _ in jobs]
-    for index in order:
-      by_job[index] = list(itertools.islice(answers, len(jobs[index].seeds)))
-    ordered = iter(by_job)
-    results = []
-    for part, _, _ in requests:
-      results.append([a for _ in part for a in next(ordered)])
-    return results
-
-  def _place(self, params: Any) -> Any:
-    """Moves weights to the shardings of the weights in the first call.
-
-    With other shardings the program would be compiled again.
-    """
-    leaves, structure = jax.tree.flatten(params)
-    if self._shardings is None:
-      replicated = None
-      if self._mesh is not None:
-        replicated = NamedSharding(self._mesh, PartitionSpec())
-      # An uncommitted array has no chosen device, so it is replicated on the
-      # mesh.
-      self._shardings = [
-        leaf.sharding if leaf.committed else replicated or leaf.sharding
-        for leaf in leaves
-      ]
-    leaves = [
-      leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
-      for leaf, sharding in zip(leaves, self._shardings, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
+    # The stream adds fields to the queue, after which `update_weights` would
+    # compile again.
+    stream = engine.stream(requests)
+    engine.update_weights(params, version=self._version)
+    try:
+      ended = [x for x in stream if isinstance(x, rollout.PromptSamples)]
+    finally:
+      # Between calls, the trainer decides where the weights are.
+      engine.release_weights()
+    answers = {}
+    ended.sort(key=lambda out: out.id)
+    for group, out in zip(groups, ended, strict=True):
+      for row, index in enumerate(group):
+        answers[index] = _answer(out.results, row)
+    in_order = iter([answers[index] for index in range(len(samples))])
+    return [[*itertools.islice(in_order, len(part))] for part, _ in calls]
 
   def _engine_for(
-    self, requests: list[tuple[list[Job], bool, Any]]
-  ) -> QueueEngine:
-    longest = max(
-      self._max_length, *(_max_tokens(config) for _, _, config in requests)
-    )
-    if self._engine is not None and longest <= self._max_length:
-      return self._engine
+    self, samples: list[Sample], configs: list[Any], params: Any
+  ) -> rollout.Engine:
+    longest = max(self._max_length, *map(_max_tokens, configs))
+    if self._engine is not None:
+      if longest <= self._max_length:
+        return self._engine
     # A longer sequence does not fit the compiled shapes, so a new engine with
-    # an empty cache replaces the old one.
-    engine_sizes = self._choose_sizes(
-      [job for part, _, _ in requests for job in part],
-      longest,
-      self._decoder.plan,
-      self._engine.sizes if self._engine is not None else None,
-    )
-    mesh = self._mesh
-    num_shards = 1 if mesh is None else mesh.shape.get("tp", 1)
-    self._engine = QueueEngine(
-      self._decoder,
-      engine_sizes,
-      banned=self.pad_id(),
-      mesh=mesh,
-      # A pool can only be sharded if each device gets whole K/V heads.
-      split_heads=num_shards > 1
-      and self._decoder.num_kv_heads % num_shards == 0,
+    # an empty cache replaces the old one. Its queue is not smaller, because it
+    # must also serve calls like earlier ones.
+    num_samples = self._given_samples
+    if num_samples is None:
+      groups = sample_requests.grouped(samples)
+      num_samples = max(self._num_samples, *map(len, groups))
+    num_jobs = self._given_jobs
+    if num_jobs is None:
+      num_jobs = len(sample_requests.grouped(samples, num_samples))
+      if len(samples) == 1:
+        num_jobs = _SOLO_PROMPTS
+      num_jobs = max(self._num_jobs, num_jobs)
+    num_slots = min(num_jobs * num_samples, _MAX_SLOTS)
+    num_columns = -(-longest // self._page_size)
+    max_length = num_columns * self._page_size
+    num_pages = self._num_pages
+    if num_pages is None:
+      num_groups = len(self._decoder.plan.kinds)
+      dense_pages = num_jobs * num_samples * num_columns * num_groups
+      # The pools must have room for the longest sequence.
+      num_pages = max(dense_pages // 2, (num_columns + 2) * num_groups)
+    cache = self._decoder.cache_config(
+      num_pages=num_pages,
+      page_size=self._page_size,
+      num_slots=num_slots,
+      max_length=max_length,
+      prefill_chunk=self._prefill_chunk,
     )
     # Only now, because the old engine stays if the new one cannot be made.
-    self._max_length = longest
+    if self._engine is not None:
+      self._engine.close()
+    self._engine = None
+    self._engine = rollout.Engine(
+      params,
+      functools.partial(
+        sample_requests.scaled_model, model=self._decoder.model
+      ),
+      cache,
+      rollout.RolloutConfig(
+        num_samples=num_samples,
+        max_length=max_length,
+        prefill_chunk=self._prefill_chunk,
+        admissions=min(16, num_slots),
+        raw_log_probs=True,
+      ),
+      axes=self._axes(),
+      process=functools.partial(sample_requests.no_pad, pad=self.pad_id()),
+      init_kv=self._decoder.init_kv,
+      num_prompts=num_jobs,
+    )
+    self._cache = cache
+    self._max_length = max_length
+    self._num_samples = num_samples
+    self._num_jobs = num_jobs
+    self._version = 0
     return self._engine
+
+  def _axes(self) -> sharding.MeshAxes | None:
+    """Returns the mesh; pages are split over "tp" if it divides the heads."""
+    if self._mesh is None:
+      return None
+    num_parts = self._mesh.shape.get("tp", 1)
+    splits = num_parts > 1 and self._decoder.num_kv_heads % num_parts == 0
+    return sharding.MeshAxes(self._mesh, model="tp" if splits else None)
 
   def _output(
     self, tokens: list[np.ndarray], answers: list[Answer], config: Any
@@ -343,8 +398,7 @@ class TunixRollout:
       if not self._keep_eos and num_tokens and answer.tokens[-1] in stops:
         num_tokens -= 1
       completions.append(answer.tokens[:num_tokens])
-      if answer.log_probs is not None:
-        log_probs.append(answer.log_probs[:num_tokens])
+      log_probs.append(answer.log_probs[:num_tokens])
     return base.RolloutOutput(
       text=[self.tokenizer.decode(ids.tolist()) for ids in completions],
       logits=[],
@@ -352,6 +406,33 @@ class TunixRollout:
       left_padded_prompt_tokens=padded,
       logprobs=log_probs if config.return_logprobs else None,
     )
+
+
+def _check_lengths(samples: list[Sample], max_length: int) -> None:
+  """Raises ValueError unless prompts leave room for their answers."""
+  for sample in samples:
+    num_tokens = len(sample.prompt)
+    if not num_tokens:
+      raise ValueError("`prompts` must have at least one token each, got none.")
+    max_tokens = sample.settings.max_tokens
+    if num_tokens + max_tokens > max_length:
+      raise ValueError(
+        f"`prompts` must leave room for {max_tokens} tokens in {max_length}, "
+        f"got {num_tokens}; increase the engine's `max_length`."
+      )
+
+
+def _answer(results: rollout.Generated, row: int) -> Answer:
+  """Returns the answer in a row, or raises RuntimeError if it failed."""
+  code = int(results.code[row])
+  if code != Status.OK:
+    raise RuntimeError(f"A sample could not be drawn: {Status(code).name}.")
+  columns = slice(int(results.prompt_lengths[row]), int(results.lengths[row]))
+  log_probs = results.records.raw_log_probs
+  return Answer(
+    np.asarray(results.tokens)[row, columns],
+    np.asarray(log_probs)[row, columns],
+  )
 
 
 def _max_tokens(config: Any) -> int:

@@ -60,16 +60,74 @@ def axes_of(
   return dataclasses.replace(axes, mesh=_auto(axes.mesh))
 
 
-def placed_first(params: Any, model: ServedModel, axes: MeshAxes | None) -> Any:
-  """Returns the first parameters of an engine, as committed arrays.
+class Weights:
+  """The weights of an engine, as committed arrays on its devices.
 
-  On a mesh, arrays keep their shardings. Arrays that are not on a mesh yet are
-  split if `param_shardings` can split them, and replicated otherwise.
-
-  Raises:
-    ValueError: parameters are on the devices of another mesh, or cannot be
-      split.
+  Attributes:
+    is_released: True between `release` and `replace`.
   """
+
+  def __init__(self, params: Any, model: ServedModel, axes: MeshAxes | None):
+    """Places the first weights.
+
+    On a mesh, arrays keep their shardings. Arrays that are not on a mesh yet
+    are split if `param_shardings` can split them, and replicated otherwise.
+
+    Raises:
+      ValueError: parameters are on the devices of another mesh, or cannot be
+        split.
+    """
+    # After uncommitted arrays, those of `replace` would compile the loop again.
+    self._params = _placed_first(params, model, axes)
+    self.is_released = False
+
+  def read(self) -> Any:
+    """Returns the weights; raises RuntimeError after `release`."""
+    if self.is_released:
+      raise RuntimeError(
+        "The engine has released its weights; call `update_weights`, or make "
+        "another engine if it is closed."
+      )
+    return self._params
+
+  def placed(self, params: Any) -> Any:
+    """Returns new weights with the dtypes and shardings of the first ones."""
+    # Other dtypes would compile again, and change the log-probs.
+    params = jax.tree.map(
+      lambda old, new: new.astype(old.dtype, copy=False), self._params, params
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, self._params)
+    return jax.device_put(params, shardings)
+
+  def replace(self, params: Any) -> None:
+    """Holds the weights that `placed` returned."""
+    self._params = params
+    self.is_released = False
+
+  def release(self) -> None:
+    """Keeps only the shapes, dtypes and shardings of the weights."""
+    self._params = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding
+      ),
+      self._params,
+    )
+    self.is_released = True
+
+
+def kv_maker(
+  params: Any, model: ServedModel, axes: MeshAxes | None, cache: CacheConfig
+) -> Callable[[], Any]:
+  """Returns a function that makes K/V memory beside the first parameters."""
+  if axes is not None:
+    return lambda: model.init_kv(cache)
+  device = _device_of(params)
+  return lambda: jax.device_put(model.init_kv(cache), device)
+
+
+def _placed_first(
+  params: Any, model: ServedModel, axes: MeshAxes | None
+) -> Any:
   if axes is None:
     return jax.device_put(params, _device_of(params))
   devices = set(axes.mesh.devices.flat)
@@ -80,36 +138,15 @@ def placed_first(params: Any, model: ServedModel, axes: MeshAxes | None) -> Any:
         f"{len(leaf.devices())} others; place them with jax.device_put(params, "
         "jaxkv.sharding.param_shardings(params, axes=axes))."
       )
-  shardings = jax.tree.map(lambda leaf: _own_sharding(leaf, devices), params)
-  if jax.tree.structure(shardings) != jax.tree.structure(params):
-    split = param_shardings(
-      params,
-      axes=axes if model.decoder is not None else MeshAxes(axes.mesh),
+  leaves, structure = jax.tree.flatten(params)
+  shardings = [_own_sharding(leaf, devices) for leaf in leaves]
+  if None in shardings:
+    new_shardings = param_shardings(
+      params, axes=MeshAxes(axes.mesh) if model.decoder is None else axes
     )
-    shardings = jax.tree.map(
-      lambda leaf, new: _own_sharding(leaf, devices) or new, params, split
-    )
-  return jax.device_put(params, shardings)
-
-
-def kv_maker(
-  params: Any, model: ServedModel, axes: MeshAxes | None, sizes: CacheConfig
-) -> Callable[[], Any]:
-  """Returns a function that makes K/V memory beside the first parameters."""
-  if axes is not None:
-    return lambda: model.init_kv(sizes)
-  device = _device_of(params)
-  return lambda: jax.device_put(model.init_kv(sizes), device)
-
-
-def placed(params: Any, old_params: Any) -> Any:
-  """Returns parameters with the dtypes and shardings of earlier ones."""
-
-  def put(old: jax.Array, new: Any) -> jax.Array:
-    # Other dtypes would compile again, and change the log-probs.
-    return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
-
-  return jax.tree.map(put, old_params, params)
+    pairs = zip(shardings, jax.tree.leaves(new_shardings), strict=True)
+    shardings = [own or new_sharding for own, new_sharding in pairs]
+  return structure.unflatten(jax.device_put(leaves, shardings))
 
 
 def _device_of(params: Any) -> Any:

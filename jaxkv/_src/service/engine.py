@@ -96,7 +96,7 @@ class Engine:
 
     Args:
       params: the model's parameters. The engine keeps them, so do not donate
-        them. See `axes` for several devices.
+        them before `release_weights`. See `axes` for several devices.
       model: a `jaxkv.models.Pretrained`, or a function, see `Model`.
       cache: the sizes of the cache, or the number of bytes of its K/V.
       config: static options; None for the defaults. `max_new_tokens` is the
@@ -126,26 +126,26 @@ class Engine:
     """
     config = RolloutConfig() if config is None else config
     check_type("config", config, RolloutConfig, "a RolloutConfig")
-    served = served_model.served(model, config, init_kv)
-    check_model(served.call, config)
-    sizes = served_model.sized(served, cache, config)
-    axes = devices.axes_of(params, served, axes)
-    self._params = devices.placed_first(params, served, axes)
-    self._config = served_model.longest_config(config, sizes, axes)
-    functions = served.call, process, draft
+    own_model = served_model.served(model, config, init_kv)
+    check_model(own_model.call, config)
+    cache = served_model.sized(own_model, cache, config)
+    axes = devices.axes_of(params, own_model, axes)
+    self._weights = devices.Weights(params, own_model, axes)
+    self._config = served_model.longest_config(config, cache, axes)
+    functions = own_model.call, process, draft
     self._functions = tuple(map(StaticFunction, functions))
     self._reader = PromptReader(
-      served,
+      own_model,
       self._config,
       max_new_tokens=config.max_new_tokens,
       tokenizer=tokenizer,
     )
     self._held = HeldRollout(
       self._config,
-      sizes,
+      cache,
       axes=axes,
       num_prompts=num_prompts,
-      init_kv=devices.kv_maker(params, served, axes, sizes),
+      init_kv=devices.kv_maker(params, own_model, axes, cache),
       key=jax.random.key(0) if key is None else key,
       secret=secret,
       first_sequence=as_count("first_sequence", first_sequence, 0),
@@ -153,7 +153,7 @@ class Engine:
 
   def generate(
     self,
-    prompts: Sequence[Any],
+    prompts: Any,
     *,
     sampling: Sampling | None = None,
     num_samples: int | None = None,
@@ -166,7 +166,8 @@ class Engine:
 
     Args:
       prompts: a list of prompts. Each is a text, token ids int32[L], or a chat:
-        a list of messages `{"role": ..., "content": ...}`.
+        a list of messages `{"role": ..., "content": ...}`. Or a `Requests`,
+        without the other arguments.
       sampling: settings of the P * n samples, see `Samples.results`; None for
         temperature 1. A field that no earlier call had compiles the loop again.
         The stop tokens of a `Pretrained` apply unless `stop_tokens` is set.
@@ -187,19 +188,21 @@ class Engine:
     """
     # An error of the tokenizer at the end would lose the samples.
     self._reader.texts([])
+    requests = self._reader.requests(
+      prompts,
+      sampling=sampling,
+      num_samples=num_samples,
+      max_new_tokens=max_new_tokens,
+    )
     with self._held.locked():
-      stream = self.stream(
-        prompts,
-        sampling=sampling,
-        num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
-      )
+      stream = Stream(self._held, requests, self.step).results()
       ended = [out for out in stream if isinstance(out, PromptSamples)]
-    return samples.with_texts(ended, len(prompts), self._reader.texts, sampling)
+    num_prompts = len(getattr(prompts, "lengths", prompts))
+    return samples.with_texts(ended, num_prompts, self._reader.texts, requests)
 
   def stream(
     self,
-    prompts: Sequence[Any],
+    prompts: Any,
     *,
     sampling: Sampling | None = None,
     num_samples: int | None = None,
@@ -234,15 +237,8 @@ class Engine:
       steps = 8
     if steps is not None:
       steps = as_count("steps", steps, 1)
-    with self._held.locked():
-      self._held.adopt(requests)
-    stream = Stream(
-      self._held,
-      requests,
-      self._config.num_samples,
-      advance=functools.partial(self.step, steps),
-      reads_tokens=tokens,
-    )
+    advance = functools.partial(self.step, steps)
+    stream = Stream(self._held, requests, advance, reads_tokens=tokens)
     return stream.results()
 
   def submit(
@@ -257,7 +253,7 @@ class Engine:
     """Adds prompts to the queue; `step` computes them.
 
     Args:
-      prompts: as in `generate`, or a `Requests`, without the other arguments.
+      prompts: see `generate`.
       sampling: see `generate`.
       num_samples: at most `RolloutConfig.num_samples`.
       max_new_tokens: see `generate`.
@@ -291,7 +287,7 @@ class Engine:
     if steps is not None:
       steps = as_count("steps", steps, 1)
     with self._held.locked():
-      return self._held.advance(self._params, self._functions, steps)
+      return self._held.advance(self._weights.read(), self._functions, steps)
 
   def harvest(self) -> list[PromptSamples]:
     """Removes and returns the prompts whose samples have all ended."""
@@ -356,10 +352,11 @@ class Engine:
 
     Args:
       params: arrays with the shapes of the first weights. The engine keeps
-        them, so do not donate them.
+        them, so do not donate them before `release_weights`.
       policy: what becomes of unfinished sequences.
       version: the version of the weights, above that of the old ones; None for
-        the next one.
+        the next one. After `release_weights`, the same version is for equal
+        weights in other arrays, which keep the pages.
       max_age: prompts are removed if an unfinished sample has a token of a
         version before `version - max_age`, except prompts of streams; None to
         remove none.
@@ -368,11 +365,20 @@ class Engine:
       The ids of the prompts that were removed.
     """
     with self._held.locked():
-      version = self._held.next_version(version)
-      placed_params = devices.placed(params, self._params)
+      first_version = self._held.version + (not self._weights.is_released)
+      version = self._held.next_version(version, first_version)
+      placed_params = self._weights.placed(params)
       dropped = self._held.update_weights(policy, version, max_age)
-      self._params = placed_params
+      self._weights.replace(placed_params)
       return dropped
+
+  def release_weights(self) -> None:
+    """Lets go of the weights, until `update_weights`.
+
+    So a trainer can donate them, or use their memory.
+    """
+    with self._held.locked():
+      self._weights.release()
 
   def score(
     self,
@@ -398,7 +404,7 @@ class Engine:
     with self._held.locked():
       return scoring.score(
         self._held,
-        self._params,
+        self._weights.read(),
         self._functions[0],
         rows,
         completions,
@@ -430,7 +436,7 @@ class Engine:
   def match(self, prompts: Any) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P].
 
-    `prompts` are as in `submit`.
+    `prompts` are as in `generate`.
     """
     requests = self._reader.to_match(prompts)
     with self._held.locked():
@@ -440,7 +446,7 @@ class Engine:
     """Returns a digest of the weights, which engines with equal ones share."""
     with self._held.locked():
       self._held.read()
-      return digest(jax.tree.leaves(self._params))
+      return digest(jax.tree.leaves(self._weights.read()))
 
   def export(self) -> Exported:
     """Removes and returns all sequences, see `jaxkv.rollout.export`.
@@ -485,7 +491,7 @@ class Engine:
     """Frees the memory of the cache; further calls raise a RuntimeError."""
     with self._held.locked():
       self._held.replace(None)
-      self._params = None
+      self._weights.release()
 
   def __enter__(self) -> "Engine":
     return self

@@ -313,12 +313,12 @@ class HeldRollout:
     out = self.update(programs.harvest, mask=rows, whole_prompts=True)
     return samples.split(out.results, num_samples)
 
-  def next_version(self, version: int | None) -> int:
+  def next_version(self, version: int | None, first_version: int) -> int:
     """Returns the version of new weights; None is for the next one."""
     self.read()
     if version is None:
       return self.version + 1
-    return as_count("version", version, self.version + 1)
+    return as_count("version", version, first_version)
 
   def update_weights(
     self, policy: Policy, version: int, max_age: int | None

@@ -53,13 +53,20 @@ class PromptReader:
 
   def requests(
     self,
-    prompts: Sequence[Any],
+    prompts: Any,
     *,
     sampling: Sampling | None = None,
     num_samples: int | None = None,
     max_new_tokens: int | None = None,
   ) -> Requests:
     """Returns the requests of prompts; see `Engine.generate`."""
+    if isinstance(prompts, Requests):
+      return self._checked(
+        prompts,
+        sampling=sampling,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+      )
     if num_samples is None:
       num_samples = self.config.num_samples
     num_samples = as_count("num_samples", num_samples, 1)
@@ -81,15 +88,13 @@ class PromptReader:
     """Returns the requests of prompts that enter together, see `submit`.
 
     Args:
-      prompts: a list of prompts, or `Requests`.
-      **options: the options of `requests`; None with `Requests`.
+      prompts: see `Engine.generate`.
+      **options: the options of `requests`.
 
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: an argument is out of range.
     """
-    if isinstance(prompts, Requests):
-      return self._checked(prompts, options)
     num_samples = options.get("num_samples")
     if num_samples is not None and num_samples > self.config.num_samples:
       raise ValueError(
@@ -134,7 +139,7 @@ class PromptReader:
       options["priority"] = np.asarray(as_int32("priority", list(priority)))
     return (rows, lengths), options
 
-  def _checked(self, requests: Requests, options: dict[str, Any]) -> Requests:
+  def _checked(self, requests: Requests, **options: Any) -> Requests:
     for name, option in options.items():
       if option is not None:
         raise TypeError(

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxkv._src.engine.queue.queue import Finish
+from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.results.generated import Generated
-from jaxkv._src.sampling.settings import Sampling
 
 
 class Room(NamedTuple):
@@ -72,27 +72,35 @@ def with_texts(
   ended: list[PromptSamples],
   num_prompts: int,
   read_texts: Callable[[list[np.ndarray]], list[str] | None],
-  sampling: Sampling | None,
+  requests: Requests,
 ) -> Samples:
   """Returns the samples of prompts in order, with texts of the new tokens."""
-  results = joined(sorted(ended, key=lambda out: out.id))
+  ended = sorted(ended, key=lambda out: out.id)
+  results = joined(ended)
   rows = zip(results.tokens, results.mask, strict=True)
   tokens = [row[mask] for row, mask in rows]
   texts = read_texts(tokens)
   if texts is None:
     return Samples(results, None)
-  if sampling is not None and sampling.stop_strings is not None:
+  assert requests.sampling is not None  # The reader of prompts sets it.
+  strings = requests.sampling.stop_strings
+  if strings is not None:
     stopped_rows = np.flatnonzero(results.finish == Finish.STOP_STRING).tolist()
     earlier_texts = read_texts([tokens[row][:-1] for row in stopped_rows]) or []
-    starts = sampling.stop_strings.init(len(texts)).tolist()
+    is_valid = np.concatenate([out.results.valid for out in ended])
+    starts = np.asarray(strings.start)[is_valid].tolist()
     # Most samples end at one of few strings.
-    read_string = functools.cache(sampling.stop_strings.string)
+    read_string = functools.cache(strings.string)
     for row, earlier_text in zip(stopped_rows, earlier_texts, strict=True):
       string = read_string(starts[row], int(results.stop[row]))
       texts[row] = _cut(texts[row], string, len(earlier_text))
-  count = len(texts) // num_prompts
-  first_rows = range(0, len(texts), count)
-  return Samples(results, [texts[row : row + count] for row in first_rows])
+  counts = np.asarray([out.results.valid.sum() for out in ended])
+  # A prompt with many samples has ended in several parts.
+  stops = np.cumsum(counts.reshape(num_prompts, -1).sum(axis=1)).tolist()
+  pairs = zip([0, *stops], stops, strict=False)
+  return Samples(
+    results, [texts[first_row:stop_row] for first_row, stop_row in pairs]
+  )
 
 
 def _cut(text: str, string: bytes, num_earlier: int) -> str:

@@ -118,10 +118,10 @@ def sized(
 
 
 def longest_config(
-  config: RolloutConfig, sizes: CacheConfig, axes: MeshAxes | None
+  config: RolloutConfig, cache: CacheConfig, axes: MeshAxes | None
 ) -> RolloutConfig:
   """Returns options for sequences of any length that fits a slot."""
-  longest = config.max_length or sizes.slot_tokens
+  longest = config.max_length or cache.slot_tokens
   return dataclasses.replace(
     config,
     max_length=longest,

@@ -27,24 +27,22 @@ class Stream:
     self,
     held: HeldRollout,
     requests: Requests,
-    num_samples: int,
-    *,
     advance: Callable[[], Any],
-    reads_tokens: bool,
+    *,
+    reads_tokens: bool = False,
   ):
-    """Creates a stream; nothing happens before `results`.
+    """Creates a stream; its prompts enter the queue in `results`.
 
     Args:
       held: the rollout, with its lock.
       requests: the prompts.
-      num_samples: G, the number of rows of a prompt.
       advance: generates tokens of all sequences for a while.
       reads_tokens: True to yield the new tokens of sequences after each call of
         `advance`.
     """
     self._held = held
     self._requests = requests
-    self._num_samples = num_samples
+    self._num_samples = held.config.num_samples
     self._advance = advance
     self._reads_tokens = reads_tokens
     # The prompts in the queue, and the number of tokens of each of their
@@ -52,6 +50,8 @@ class Stream:
     self._generation = held.generation
     self._running: set[int] = set()
     self._num_read: dict[int, int] = {}
+    with held.locked():
+      held.adopt(requests)
 
   def results(self) -> Iterator[PromptSamples | NewTokens]:
     """Yields prompts when they end."""
