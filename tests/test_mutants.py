@@ -4,13 +4,14 @@ import jax
 import pytest
 
 from tests.commands import mutants as commands
+from tests.engine import mutants as engine
 from tests.guides import mutants as guides
 from tests.kernels import mutants as kernels
 from tests.kv import mutants as kv
-from tests.rollout import mutants as rollout
 from tests.sampling import mutants as sampling
+from tests.transfer import mutants as transfer
 
-_TABLES = (commands, guides, kernels, kv, rollout, sampling)
+_TABLES = (commands, engine, guides, kernels, kv, sampling, transfer)
 MUTANTS = {
   name: mutant for table in _TABLES for name, mutant in table.MUTANTS.items()
 }

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxkv._src.commands import processes
-from tests.rollout.started import free_port
-from tests.rollout.started import wait
+from tests.sharding.started import free_port
+from tests.sharding.started import wait
 
 _SECONDS = 300
 _WORDS = ["--max-tokens", "16", "--samples", "2"]

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv import workers
 from jaxkv.integrations.ray import RayWorkers
-from tests.rollout.by_hand import requests_of
+from tests.engine.by_hand import requests_of
 from tests.workers import stub
 
 _WEIGHTS = {"layer": np.arange(8, dtype=np.float32)}

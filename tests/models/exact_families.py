@@ -10,8 +10,8 @@ import numpy as np
 import jaxkv
 from jaxkv import models
 from tests import as_users
+from tests.engine import by_hand
 from tests.models import tiny_decoders as tiny
-from tests.rollout import by_hand
 
 VOCABULARY = 61
 

@@ -12,8 +12,8 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.engine import by_hand
 from tests.models import tiny_decoders as tiny
-from tests.rollout import by_hand
 
 _GIB = 2**30
 

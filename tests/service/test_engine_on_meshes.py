@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from tests.models import tiny_decoders
-from tests.rollout.recipes import axes_of
+from tests.sharding.recipes import axes_of
 
 pytestmark = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs eight devices"

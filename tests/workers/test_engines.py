@@ -12,7 +12,7 @@ from jaxkv import guides
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import workers
-from tests.rollout import by_hand
+from tests.engine import by_hand
 from tests.workers.exact_decoder import DECODER
 from tests.workers.stub import results_of
 

@@ -9,7 +9,7 @@ import pytest
 from jaxkv import guides
 from jaxkv import rollout
 from jaxkv import workers
-from tests.rollout.by_hand import requests_of
+from tests.engine.by_hand import requests_of
 from tests.workers.stub import CONFIG
 from tests.workers.stub import Maker
 from tests.workers.stub import StubWorker

@@ -11,7 +11,7 @@ from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
 from jaxkv._src.workers.worker_state import WorkerState
-from tests.rollout.by_hand import requests_of
+from tests.engine.by_hand import requests_of
 from tests.workers import stub
 
 

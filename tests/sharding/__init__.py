@@ -1,0 +1,1 @@
+"""Tests of rollouts on meshes and in several processes."""
