@@ -67,8 +67,8 @@ All four continue as follows, without `rebalance` if `axes.data` is None:
     state = run(params, state, rollout.Until(steps=64))
   results = sharding.generated(state, axes=axes)
 
-With `axes.data` None, `rollout.Engine(params, model, cache, axes=axes)` does
-all of this.
+For the first three, `rollout.Engine(params, model, cache, axes=axes)` does all
+of this but `rebalance`.
 
 Results: the random key of a sequence does not depend on its shard. So in
 data-parallel rollouts, logits equal those of one device up to rounding, and bit

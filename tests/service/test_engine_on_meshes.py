@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -124,6 +125,54 @@ def test_parameters_keep_the_shardings_of_a_trainer():
     assert not embed.sharding.is_fully_replicated
 
 
+@pytest.fixture
+def _compiled_here():
+  """Compiles all programs: loaded ones with collectives can wait forever.
+
+  Devices then take the collectives in different orders.
+  """
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+  compilation_cache.reset_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_compiled_here")
+@pytest.mark.parametrize(("data", "model"), [(2, 0), (2, 2)])
+def test_shards_have_queues_of_their_own(data, model, tmp_path):
+  axes = axes_of(data=data, model=model, axis_type=AxisType.Explicit)
+  with _engine(_params(0), axes=axes) as engine:
+    assert engine.room().slots == 2 * _CACHE.num_slots
+    _check_engine(engine, _params(1))
+    assert engine.state.memory.kv.k.shape[0] == data
+    # The prompts are on both shards.
+    assert (np.asarray(engine.state.counters.steps) > 0).all()
+    assert engine.match([[9, 2, 6, 5, 3, 5, 8], [1]]).tolist() == [6, 0]
+    ids = engine.submit([[1, 2, 3], [4, 5], [6]], max_new_tokens=9)
+    engine.step(4)
+    kept = ids[1:].tolist()
+    assert engine.abort([int(ids[0]), 999]) == [
+      jaxkv.Status.OK,
+      jaxkv.Status.BAD_SEQUENCE,
+    ]
+    engine.save(tmp_path / "saved")
+    while engine.step():
+      pass
+    engine.abort([int(ids[0]) + 1])
+    ended = {out.id: out.results.tokens for out in engine.harvest()}
+    assert sorted(ended) == sorted(ids.tolist())
+    engine.restore(tmp_path / "saved")
+    assert engine.extend(kept, [[7], [8, 9]]) == [jaxkv.Status.OK] * 2
+    while engine.step():
+      pass
+    assert len(engine.harvest()) == 3
+    for refused in (engine.export, lambda: engine.branch(kept, 2)):
+      with pytest.raises(ValueError, match=r"`axes\.data`"):
+        refused()
+
+
 def _exact_model():
   decoder = dataclasses.replace(_DECODER, numerics="exact")
   return functools.partial(models.forward, config=decoder)
@@ -132,7 +181,10 @@ def _exact_model():
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"axes": axes_of(data=2)}, "`axes.data` must be None for an engine"),
+    (
+      {"axes": dataclasses.replace(axes_of(data=2), experts="data")},
+      "`axes.experts` must be None",
+    ),
     ({"axes": axes_of(model=8)}, "must be an array whose dimension"),
     (
       {"axes": axes_of(model=2), "params": _sharded_by_trainer(_params(0))},

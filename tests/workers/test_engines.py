@@ -135,7 +135,7 @@ def test_new_weights_keep_the_dtypes_and_have_later_versions():
   for version, value in ((3, np.float32(3)), (4, jnp.float32(4))):
     weights = {"weight": value * np.ones((2,))}
     assert engine.update_weights(weights, version=version) == []
-    weight = engine._params["weight"]
+    weight = engine._weights.read()["weight"]
     assert weight.dtype == jnp.bfloat16 and weight.tolist() == [value] * 2
   assert int(engine.state.memory.cache.epoch) == 4
   with pytest.raises(ValueError, match="`version` must be at least 5 and"):

@@ -15,6 +15,7 @@ from jaxkv._src.service.served_model import ServedModel
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import check_axes
 from jaxkv._src.sharding.param_shardings import param_shardings
+from jaxkv._src.sharding.rollouts import check_placed
 
 
 def axes_of(
@@ -41,10 +42,10 @@ def axes_of(
       )
     axes = MeshAxes(mesh)
   check_axes(axes)
-  if axes.data is not None:
+  if axes.experts is not None:
     raise ValueError(
-      f"`axes.data` must be None for an engine, got {axes.data!r}; make an "
-      "engine for each shard, or use the functions of jaxkv.sharding."
+      f"`axes.experts` must be None for an engine, got {axes.experts!r}; use "
+      "the functions of jaxkv.sharding."
     )
   devices = axes.mesh.devices.flat
   if any(device.process_index != jax.process_index() for device in devices):
@@ -52,10 +53,11 @@ def axes_of(
       "`axes.mesh` must have devices of this process alone for an engine; use "
       "the functions of jaxkv.sharding for a mesh of several processes."
     )
-  if axes.mesh.size > 1 and is_exact(model.call):
+  may_split_sums = axes.num_parts > 1 or axes.data is None
+  if axes.mesh.size > 1 and may_split_sums and is_exact(model.call):
     raise ValueError(
-      '`model` must have numerics="fast" on several devices, got "exact": the '
-      "last bits of a sum would depend on their number."
+      '`model` must have numerics="fast" on several devices without '
+      '`axes.data`, got "exact": the last bits of a sum would depend on them.'
     )
   return dataclasses.replace(axes, mesh=_auto(axes.mesh))
 
@@ -146,7 +148,10 @@ def _placed_first(
     )
     pairs = zip(shardings, jax.tree.leaves(new_shardings), strict=True)
     shardings = [own or new_sharding for own, new_sharding in pairs]
-  return structure.unflatten(jax.device_put(leaves, shardings))
+  params = structure.unflatten(jax.device_put(leaves, shardings))
+  if axes.data is not None:
+    check_placed(params, axes)
+  return params
 
 
 def _device_of(params: Any) -> Any:

@@ -102,14 +102,16 @@ class Engine:
       config: static options; None for the defaults. `max_new_tokens` is the
         default of `generate`. `max_length` is the longest sequence; 0 for what
         a slot holds.
-      axes: a mesh over which K/V heads are split along `axes.model`. Parameters
-        that are on its devices keep their shardings; others are placed as
-        `jaxkv.sharding.param_shardings` says. None for the devices of `params`;
-        if they are several, each holds the whole cache.
+      axes: a mesh. Along `axes.model` K/V heads are split; along `axes.data`
+        each shard has a cache and a queue of these sizes for a part of the
+        prompts, and sequences cannot `branch` or move. Parameters on its
+        devices keep their shardings; others are placed by
+        `jaxkv.sharding.param_shardings`. None for the devices of `params`; if
+        they are several, each holds the whole cache.
       process: see `generate`.
       draft: see `generate`.
-      tokenizer: an object with `encode`, `encode_chat` and `decode`, such as
-        `Pretrained.tokenizer`; None for that of `model`.
+      tokenizer: an object with `encode`, `encode_chat` and `decode`; None for
+        that of `model`.
       init_kv: makes the K/V memory of a CacheConfig; only for a `model` that is
         not one of `jaxkv.models`.
       num_prompts: the prompts that wait or run on the device; None for enough
@@ -238,8 +240,7 @@ class Engine:
     if steps is not None:
       steps = as_count("steps", steps, 1)
     advance = functools.partial(self.step, steps)
-    stream = Stream(self._held, requests, advance, reads_tokens=tokens)
-    return stream.results()
+    return Stream(self._held, requests, advance, reads_tokens=tokens).results()
 
   def submit(
     self,
@@ -424,7 +425,7 @@ class Engine:
 
   @property
   def counters(self) -> Counters:
-    """The counters of the rollout, as NumPy arrays."""
+    """The counters of the rollout, or of each shard, as NumPy arrays."""
     with self._held.locked():
       return jax.device_get(self._held.read().counters)
 
@@ -445,7 +446,6 @@ class Engine:
   def weights_digest(self) -> tuple[int, ...]:
     """Returns a digest of the weights, which engines with equal ones share."""
     with self._held.locked():
-      self._held.read()
       return digest(jax.tree.leaves(self._weights.read()))
 
   def export(self) -> Exported:

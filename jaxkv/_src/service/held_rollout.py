@@ -21,11 +21,11 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import init as init_cache
-from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.queue.queue import Queue
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.queue.requests import as_requests
@@ -60,6 +60,7 @@ class HeldRollout:
     ended: prompts of streams that were harvested for their rows.
     generation: increases when all sequences are replaced.
     version: the version of the weights.
+    is_split: True if the state has several shards, see `MeshAxes.data`.
   """
 
   def __init__(
@@ -95,8 +96,10 @@ class HeldRollout:
     self.config = config
     self.cache = cache
     self._axes = axes
+    self.is_split = axes is not None and axes.data is not None
+    self._num_slots = cache.num_slots * (axes.num_shards if axes else 1)
     if num_prompts is None:
-      num_prompts = -(-4 * cache.num_slots // config.num_samples)
+      num_prompts = -(-4 * self._num_slots // config.num_samples)
     self._num_prompts = as_count("num_prompts", num_prompts, 1)
     self._init_kv = init_kv
     # A key that is committed to another device could not be used on a mesh.
@@ -140,21 +143,20 @@ class HeldRollout:
     # All running sequences may end in a step, so each slot needs a waiting
     # sequence too.
     unfinished = int(np.sum(status < SequenceStatus.DONE))
-    slots = self.cache.num_slots
-    return Room(prompts, max(2 * slots - unfinished, 0), slots)
+    needed = max(2 * self._num_slots - unfinished, 0)
+    return Room(prompts, needed, self._num_slots)
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""
     state = self.read()
-    rows = prompt_arrays.padded(requests, self.config, state.queue.width)
-    num_samples = self.config.num_samples
-    matched = match(
-      state.memory.cache,
-      rows.tokens,
-      rows.lengths,
-      salts=None if rows.salts is None else rows.salts[::num_samples],
+    rows = prompt_arrays.padded(requests, self.config, self.config.max_length)
+    salts = rows.salts
+    if salts is not None:
+      salts = salts[:: self.config.num_samples]
+    counts = programs.match(
+      state.memory.cache, rows.tokens, rows.lengths, salts, axes=self._axes
     )
-    return np.asarray(matched.num_cached_tokens)[: len(requests.lengths)]
+    return np.asarray(counts)[: len(requests.lengths)]
 
   def new_tokens(self, first_columns: np.ndarray, count: int) -> np.ndarray:
     """Returns `count` tokens of each row from a column on, int32[Q, count]."""
@@ -213,7 +215,7 @@ class HeldRollout:
       ValueError: a prompt is not valid.
     """
     self.adopt(requests)
-    queue = self.read().queue
+    queue = self._queue()
     num_samples = self.config.num_samples
     num_prompts = len(requests.lengths)
     check_num_samples(requests, self.config, least=1)
@@ -270,7 +272,7 @@ class HeldRollout:
 
   def count_ids(self) -> None:
     """Makes new ids continue after all ids of the queue."""
-    self._next_id = max(self._next_id, int(self.read().queue.next_id))
+    self._next_id = max(self._next_id, _largest(self.read().queue.next_id))
 
   def branch(self, ids: Sequence[int], num_branches: int) -> np.ndarray:
     """Copies sequences; returns the ids of the copies, int32[R, n]."""
@@ -337,9 +339,9 @@ class HeldRollout:
   def _drop(self, oldest_version: int) -> list[int]:
     queue = self.read().queue
     num_samples = self.config.num_samples
-    status, versions, ids = jax.device_get(
-      (queue.status, queue.versions, queue.ids)
-    )
+    versions = queue.versions.reshape(-1, self.config.max_length)
+    versions, progress = jax.device_get((versions, self.progress()))
+    status, ids = progress.status, progress.ids
     is_unfinished = status < SequenceStatus.DONE
     is_old = np.any((versions >= 0) & (versions < oldest_version), axis=1)
     is_old = (is_old & is_unfinished).reshape(-1, num_samples).any(axis=1)
@@ -377,8 +379,8 @@ class HeldRollout:
     self._is_lent = False
     self._forget()
     if state is not None:
-      self._next_id = int(state.queue.next_id)
-      self.version = int(state.memory.cache.epoch)
+      self._next_id = _largest(state.queue.next_id)
+      self.version = _largest(state.memory.cache.epoch)
 
   def adopt(self, requests: Requests) -> None:
     """Gives the queue the optional fields of requests.
@@ -393,11 +395,12 @@ class HeldRollout:
   def adopt_fields(self, fields: Requests) -> None:
     """Gives the queue optional fields, whatever the prompts."""
     state = self.read()
+    queue = self._queue()
     template = prompt_arrays.without_samples(
-      self._num_prompts, self.config, fields, state.queue
+      self._num_prompts, self.config, fields, queue
     )
     template = as_requests(template, self.config)
-    if prompt_arrays.fits(template, state.queue):
+    if prompt_arrays.fits(template, queue):
       return
     if np.any(self.progress().status < SequenceStatus.EMPTY):
       raise ValueError(
@@ -405,10 +408,21 @@ class HeldRollout:
         "while sequences are in the queue, got others; harvest them first."
       )
     memory = state.memory
-    renewed = self._init(memory, template, version=memory.cache.epoch)
+    version = _largest(memory.cache.epoch)
+    renewed = self._init(memory, template, version=version)
     self._state = dataclasses.replace(
       renewed, counters=state.counters, log=state.log
     )
+
+  def _queue(self) -> Queue:
+    """Returns a queue with the optional fields of the first shard."""
+    queue = self.read().queue
+    if not self.is_split:
+      return queue
+    fields = "tokens", "sampling", "extra", "salts", "priority"
+    own_fields = {name: getattr(queue, name) for name in fields}
+    of_first = jax.tree.map(lambda leaf: leaf[0], own_fields)
+    return dataclasses.replace(queue, **of_first)
 
   def _restart(self) -> None:
     """Starts again with an empty cache, and the version of the weights."""
@@ -448,7 +462,16 @@ class HeldRollout:
     options = {"first_sequence": self._next_id, "version": version}
     if self._axes is None:
       return init(*arguments, offload=memory.offload, **options)
-    return on_mesh.init(*arguments, axes=self._axes, **options)
+    state = on_mesh.init(*arguments, axes=self._axes, **options)
+    # The rows of each shard have ids of their own, of which none exists.
+    next_id = state.queue.next_id * 0 + self._next_id
+    queue = dataclasses.replace(state.queue, next_id=next_id)
+    return dataclasses.replace(state, queue=queue)
+
+
+def _largest(count: Any) -> int:
+  """Returns a number, which all shards have; ids are those of any shard."""
+  return int(np.max(jax.device_get(count)))
 
 
 def _has_ended(status: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxkv._src.transfer.import_rules import layout_of
 
 def export(held: HeldRollout) -> Exported:
   """Removes and returns all sequences, except those of streams."""
+  _check_single(held)
   state = held.read()
   num_samples = held.config.num_samples
   ids, status, table = jax.device_get(
@@ -43,6 +44,7 @@ def import_sequences(
   held: HeldRollout, exported: Exported, ids: Sequence[int] | None
 ) -> list[int]:
   """Adds the sequences of prompts; returns the prompts that entered."""
+  _check_single(held)
   queue = exported.queue
   sampling = queue.sampling
   if sampling.stop_strings is not None:
@@ -76,6 +78,14 @@ def import_sequences(
   held.count_ids()
   # The samples of a prompt enter together, because they share rows.
   return sorted(set(first_ids[out.ok].tolist()))
+
+
+def _check_single(held: HeldRollout) -> None:
+  if held.is_split:
+    raise ValueError(
+      "Sequences cannot move from or to an engine with `axes.data`; make an "
+      "engine for each shard."
+    )
 
 
 def _with_fields(exported: Exported, state: RolloutState) -> Exported:

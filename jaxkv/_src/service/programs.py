@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.verbs.admit import match as match_rows
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import StaticFunction
@@ -27,6 +29,8 @@ from jaxkv._src.engine.verbs import extend as extend_verb
 from jaxkv._src.engine.verbs import submit as submit_verb
 from jaxkv._src.engine.verbs import update_weights as weights_verb
 from jaxkv._src.engine.verbs.update_weights import Policy
+from jaxkv._src.service import sharded_programs
+from jaxkv._src.sharding import submit as sharded_submit
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.shards import placed
 from jaxkv._src.sharding.state_shardings import tree_shardings
@@ -87,26 +91,54 @@ def _update_weights(
   return weights_verb.update_weights(state, policy), None
 
 
+def _advance_shards(
+  state: RolloutState, *arguments: Any, **options: Any
+) -> tuple[RolloutState, Progress]:
+  state, num_steps = sharded_programs.advance(state, *arguments, **options)
+  return state, progress_of(state)._replace(num_steps=num_steps)
+
+
+def _match(
+  cache: CacheState,
+  tokens: Array,
+  lengths: Array,
+  salts: Array | None,
+  *,
+  axes: MeshAxes | None,
+) -> Array:
+  """Returns the number of cached tokens of each prompt, int32[P]."""
+  if axes is not None and axes.data is not None:
+    return sharded_programs.match(cache, tokens, lengths, salts, axes=axes)
+  return match_rows(cache, tokens, lengths, salts=salts).num_cached_tokens
+
+
 def progress_of(state: RolloutState) -> Progress:
   """Returns the ids, statuses and lengths of a state, in new arrays."""
   queue = state.queue
-  arrays = map(jnp.copy, (queue.ids, queue.status, queue.length))
-  return Progress(*arrays, num_steps=jnp.int32(0))
+  ids, status, lengths = (
+    jnp.copy(array).reshape(-1)
+    for array in (queue.ids, queue.status, queue.length)
+  )
+  return Progress(ids, status, lengths, num_steps=jnp.int32(0))
 
 
 def _tokens_of(state: RolloutState, start: Array, count: int) -> Array:
   """Returns the tokens of each row from column `start`, int32[Q, count]."""
   tokens = state.queue.tokens
+  tokens = tokens.reshape(-1, tokens.shape[-1])
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
   column = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
   return indexing.take(tokens, row, column)
 
 
-def _program(function: Callable, *static: str) -> Callable:
+def _program(
+  function: Callable, *static: str, on_shards: Callable | None = None
+) -> Callable:
   """Compiles a function that changes a state, which is donated.
 
   `function` maps the state and its arguments to the new state and a result.
-  `static` are the names of static arguments.
+  `static` are the names of static arguments. `on_shards` is a function of a
+  state with several shards, which also takes `axes`.
   """
 
   def run(
@@ -115,8 +147,15 @@ def _program(function: Callable, *static: str) -> Callable:
     axes: MeshAxes | None = None,
     **options: Any,
   ) -> tuple[RolloutState, Any]:
-    state, out = function(state, *arguments, **options)
-    return _placed(state, axes), out
+    if axes is None or axes.data is None:
+      state, out = function(state, *arguments, **options)
+      return _placed(state, axes), out
+    if on_shards is None:
+      raise ValueError(
+        f"An engine with `axes.data` cannot {function.__name__}; make an "
+        "engine for each shard."
+      )
+    return on_shards(state, *arguments, axes=axes, **options)
 
   run.__name__ = function.__name__
   return jax.jit(run, static_argnames=("axes", *static), donate_argnums=0)
@@ -134,15 +173,26 @@ def copy(state: RolloutState, *, axes: MeshAxes | None) -> RolloutState:
   return _placed(jax.tree.map(jnp.copy, state), axes)
 
 
-advance = _program(_advance, "functions")
-submit = _program(submit_verb.submit)
-harvest = _program(harvest_rows, "whole_prompts")
-extend = _program(extend_verb.extend)
+advance = _program(_advance, "functions", on_shards=_advance_shards)
+submit = _program(submit_verb.submit, on_shards=sharded_submit.submit)
+harvest = _program(
+  harvest_rows, "whole_prompts", on_shards=sharded_programs.harvest
+)
+extend = _program(
+  extend_verb.extend, on_shards=sharded_programs.of_ids(extend_verb.extend)
+)
 branch = _program(branch_verb.branch, "num_branches")
-abort = _program(abort_verbs.abort)
+abort = _program(
+  abort_verbs.abort, on_shards=sharded_programs.of_ids(abort_verbs.abort)
+)
 export = _program(export_verb.export, "max_pages")
 import_sequences = _program(import_verb.import_sequences)
-update_weights = _program(_update_weights, "policy")
-score = _program(_score, "function", *_OPTIONS_OF_SCORE)
+update_weights = _program(
+  _update_weights, "policy", on_shards=sharded_programs.update_weights
+)
+score = _program(
+  _score, "function", *_OPTIONS_OF_SCORE, on_shards=sharded_programs.score
+)
+match = jax.jit(_match, static_argnames="axes")
 read_progress = jax.jit(progress_of)
 read_tokens = jax.jit(_tokens_of, static_argnums=2)

@@ -239,7 +239,7 @@ def generate(
       'got "exact": the last bits of a sum would depend on the number of '
       "devices, or on the tokens of other shards; use `axes.data` alone."
     )
-  _check_placed(params, axes)
+  check_placed(params, axes)
   functions = tuple(map(StaticFunction, (model, process, draft)))
   return _generate(params, state, until, axes, functions)
 
@@ -275,7 +275,7 @@ def _along_data(params: Any, axes: MeshAxes) -> Any:
   return param_shardings(params, axes=dataclasses.replace(axes, model=None))
 
 
-def _check_placed(params: Any, axes: MeshAxes) -> None:
+def check_placed(params: Any, axes: MeshAxes) -> None:
   """Raises ValueError if a parameter is known to have a wrong sharding."""
   devices = set(axes.mesh.devices.flat)
   shardings = jax.tree.leaves(_along_data(params, axes))

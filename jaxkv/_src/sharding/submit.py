@@ -12,6 +12,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine.queue.find_sequences import as_counts
+from jaxkv._src.engine.queue.find_sequences import as_mask
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.queue.requests import as_requests
@@ -33,6 +34,7 @@ def submit(
   *,
   axes: MeshAxes,
   ids: Array | None = None,
+  mask: Array | None = None,
 ) -> tuple[RolloutState, Submitted]:
   """Adds prompts to the shards that have the fewest unfinished sequences.
 
@@ -42,6 +44,7 @@ def submit(
     axes: the mesh.
     ids: int32[P], the id of each prompt's first sample; None to continue after
       the largest id of all shards.
+    mask: bool[P], the prompts to process; None for all.
 
   Returns:
     The rollout, and per prompt a `Status` and an id, see
@@ -56,23 +59,25 @@ def submit(
   check_rollout(state)
   requests = as_requests(requests, state.config)
   if axes.data is None:
-    return verb.submit(state, requests, ids=ids)
+    return verb.submit(state, requests, ids=ids, mask=mask)
   check_one_shard_each(state, axes)
-  check_tokens("requests.tokens", requests.tokens, requests.lengths)
+  mask = as_mask(mask, requests.tokens.shape[0])
+  check_tokens("requests.tokens", requests.tokens, requests.lengths, mask=mask)
   if ids is not None:
     ids = as_counts("ids", ids, requests.tokens.shape[0])
-  return _submit(state, requests, ids, axes)
+  return _submit(state, requests, ids, mask, axes)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _submit(state, requests, ids, axes):
+@functools.partial(jax.jit, static_argnums=4)
+def _submit(state, requests, ids, mask, axes):
   num_prompts = requests.tokens.shape[0]
   samples = state.config.num_samples
 
-  def of_shard(state, requests, ids):
+  def of_shard(state, requests, ids, mask):
     queue = state.queue
     requests = verb.matching(queue, requests, state.config)
     _, is_bad = verb.new_rows(state, requests)
+    is_bad |= ~mask
     # All shards continue after the largest id of any shard.
     next_id = lax.pmax(queue.next_id, axes.data)
     if ids is None:
@@ -83,6 +88,7 @@ def _submit(state, requests, ids, axes):
     owners = _choose_shards(queue.status, num_prompts, samples, axes)
     owner = indexing.take(owners, _rank(~is_bad & ~is_taken))
     code = first_code(
+      (~mask, Status.SKIPPED),
       (is_bad, Status.BAD_LENGTH),
       (is_taken, Status.BAD_SEQUENCE),
       (owner < 0, Status.QUEUE_FULL),
@@ -95,7 +101,7 @@ def _submit(state, requests, ids, axes):
     # All shards compute the same codes and ids.
     return state, Submitted(code=code, ids=jnp.where(is_valid, ids, -1))
 
-  state, out = each_shard(of_shard, state, requests, ids, axes=axes)
+  state, out = each_shard(of_shard, state, requests, ids, mask, axes=axes)
   out = placed(out, axes.everywhere())
   return state, jax.tree.map(lambda leaf: leaf[0], out)
 
