@@ -345,6 +345,11 @@ def test_bad_models_and_caches_are_named():
   model = functools.partial(_model, config=_DECODER)
   with pytest.raises(ValueError, match="`init_kv` must be given"):
     rollout.Engine(None, lambda *_: None, _CACHE)
+  with pytest.raises(TypeError, match="`model` must be a function"):
+    rollout.Engine(_params(0), _DECODER, _CACHE)
+  config = rollout.RolloutConfig(max_new_tokens=0)
+  with pytest.raises(ValueError, match=r"`RolloutConfig.max_new_tokens` must"):
+    rollout.Engine(_params(0), model, _CACHE, config)
   with pytest.raises(ValueError, match="`cache` must be a CacheConfig"):
     rollout.Engine(_params(0), model, 2**20)
   with pytest.raises(ValueError, match="memory"):

@@ -21,7 +21,6 @@ from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import StaticFunction
-from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.sampling.settings import Sampling
@@ -128,8 +127,8 @@ class Engine:
     """
     config = RolloutConfig() if config is None else config
     check_type("config", config, RolloutConfig, "a RolloutConfig")
+    as_count("RolloutConfig.max_new_tokens", config.max_new_tokens, 1)
     own_model = served_model.served(model, config, init_kv)
-    check_model(own_model.call, config)
     cache = served_model.sized(own_model, cache, config)
     axes = devices.axes_of(params, own_model, axes)
     self._weights = devices.Weights(params, own_model, axes)

@@ -10,6 +10,7 @@ from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Model
+from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.hooks import keyword
 from jaxkv._src.models.decoder import cache_config as decoder_sizes
 from jaxkv._src.models.decoder import init_kv as decoder_kv
@@ -47,10 +48,12 @@ def served(
   """Returns a model with its memory; see `Engine`.
 
   Raises:
+    TypeError: `model` is no function.
     ValueError: `init_kv` is missing.
   """
   is_loaded = hasattr(model, "open_tokenizer")
   call = model.forward if is_loaded else model
+  check_model(call, config)
   decoder = model.config if is_loaded else keyword(call, "config")
   if not isinstance(decoder, Decoder):
     decoder = None
