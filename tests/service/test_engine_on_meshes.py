@@ -158,9 +158,12 @@ def test_shards_have_queues_of_their_own(data, model, tmp_path):
       jaxkv.Status.BAD_SEQUENCE,
     ]
     assert engine.extend(kept, [[7], [8, 9]]) == [jaxkv.Status.OK] * 2
-    for refused in (engine.export, lambda: engine.branch(kept, 2)):
-      with pytest.raises(ValueError, match=r"`axes\.data`"):
-        refused()
+    with pytest.raises(ValueError, match=r"`axes\.data`"):
+      engine.export()
+    copies = engine.branch([999, *kept], 2)
+    assert (copies[0] == -1).all()
+    copies = copies[1:, 0].tolist()
+    assert len({*copies, *ids.tolist()}) == 5
     pytest.importorskip("orbax.checkpoint")
     engine.save(tmp_path / "saved")
     ended, restored = [], []
@@ -169,7 +172,7 @@ def test_shards_have_queues_of_their_own(data, model, tmp_path):
         pass
       ended_ids += [out.id for out in engine.harvest()]
       engine.restore(tmp_path / "saved")
-    assert sorted(ended) == sorted(restored) == sorted(ids.tolist())
+    assert sorted(ended) == sorted(restored) == sorted([*ids, *copies])
 
 
 def _exact_model():

@@ -103,10 +103,9 @@ class Engine:
         a slot holds.
       axes: a mesh. Along `axes.model` K/V heads are split; along `axes.data`
         each shard has a cache and a queue of these sizes for a part of the
-        prompts, and sequences cannot `branch` or move. Parameters on its
-        devices keep their shardings; others are placed by
-        `jaxkv.sharding.param_shardings`. None for the devices of `params`; if
-        they are several, each holds the whole cache.
+        prompts, and no sequences move. Parameters on its devices keep their
+        shardings; others are placed by `jaxkv.sharding.param_shardings`. None
+        for the devices of `params`; if several, each holds the whole cache.
       process: see `generate`.
       draft: see `generate`.
       tokenizer: an object with `encode`, `encode_chat` and `decode`; None for

@@ -181,7 +181,9 @@ harvest = _program(
 extend = _program(
   extend_verb.extend, on_shards=sharded_programs.of_ids(extend_verb.extend)
 )
-branch = _program(branch_verb.branch, "num_branches")
+branch = _program(
+  branch_verb.branch, "num_branches", on_shards=sharded_programs.branch
+)
 abort = _program(
   abort_verbs.abort, on_shards=sharded_programs.of_ids(abort_verbs.abort)
 )

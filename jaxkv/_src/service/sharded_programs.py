@@ -4,12 +4,14 @@ They have the arguments and results of the programs of one device, and take
 `axes`. The rows of all shards follow each other.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax import lax
 
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
@@ -19,6 +21,7 @@ from jaxkv._src.engine.hooks import StaticFunction
 from jaxkv._src.engine.results.generated import harvest as harvest_rows
 from jaxkv._src.engine.score import score as score_groups
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs import branch as branch_verb
 from jaxkv._src.engine.verbs import update_weights as weights_verb
 from jaxkv._src.engine.verbs.update_weights import Policy
 from jaxkv._src.sharding import rollouts
@@ -80,6 +83,30 @@ def of_ids(verb: Callable) -> Callable:
 
   run.__name__ = verb.__name__
   return run
+
+
+def branch(
+  state: RolloutState,
+  ids: Array,
+  *,
+  mask: Array,
+  num_branches: int,
+  axes: MeshAxes,
+) -> tuple[RolloutState, Any]:
+  """Copies sequences to rows of the same shard."""
+
+  def of_shard(
+    state: RolloutState, ids: Array, mask: Array
+  ) -> tuple[RolloutState, Any]:
+    # Each shard gives ids of its own.
+    next_id = lax.pmax(state.queue.next_id, axes.data)
+    num_ids = ids.shape[0] * state.config.num_samples
+    next_id += lax.axis_index(axes.data) * num_ids
+    queue = dataclasses.replace(state.queue, next_id=next_id)
+    state = dataclasses.replace(state, queue=queue)
+    return branch_verb.branch(state, ids, num_branches=num_branches, mask=mask)
+
+  return of_ids(of_shard)(state, ids, mask, axes=axes)
 
 
 def update_weights(
