@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.compiler_options import of_backend
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.admit import match as match_rows
 from jaxkv._src.engine.generate import Until
@@ -158,7 +159,18 @@ def _program(
     return on_shards(state, *arguments, axes=axes, **options)
 
   run.__name__ = function.__name__
-  return jax.jit(run, static_argnames=("axes", *static), donate_argnums=0)
+
+  # Not at import, because the default backend would then be initialized.
+  @functools.cache
+  def compiled() -> Callable:
+    return jax.jit(
+      run,
+      static_argnames=("axes", *static),
+      donate_argnums=0,
+      compiler_options=of_backend(),
+    )
+
+  return lambda *arguments, **options: compiled()(*arguments, **options)
 
 
 def _placed(state: RolloutState, axes: MeshAxes | None) -> RolloutState:
