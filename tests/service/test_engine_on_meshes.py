@@ -98,6 +98,9 @@ def _check_engine(engine, new_params):
   assert _shardings(engine) == shardings
   scored = engine.score(_PROMPTS[:2], [[[1, 2]], [[3, 4]]])
   np.testing.assert_allclose(scored.log_probs, log_probs, atol=1e-5)
+  # The last token of a completion is not computed, nor are cached pages.
+  num_tokens = sum(len(prompt) + 1 for prompt in _PROMPTS[:2])
+  assert 4 <= int(scored.computed_tokens) <= num_tokens
 
 
 def test_pages_are_split_by_heads():

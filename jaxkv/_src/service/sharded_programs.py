@@ -151,7 +151,9 @@ def score(
 
   split = state, *jax.tree.map(parts, (groups, salts, extra))
   state, scored = each_shard(of_shard, split, params, axes=axes)
-  return state, jax.tree.map(lambda leaf: leaf[:num_groups], _joined(scored))
+  num_computed = jnp.sum(scored.computed_tokens)
+  scored = jax.tree.map(lambda leaf: leaf[:num_groups], _joined(scored))
+  return state, dataclasses.replace(scored, computed_tokens=num_computed)
 
 
 def match(
