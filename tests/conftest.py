@@ -60,6 +60,7 @@ _set_environment()
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from tests.tools import compiled_programs  # noqa: E402
 
@@ -113,6 +114,19 @@ def _few_programs():
       or compiled_programs.memory_maps() > _MANY_MAPS
     ):
       compiled_programs.drop()
+
+
+@pytest.fixture
+def compiled_here():
+  """Compiles all programs: loaded ones with collectives can wait forever.
+
+  Devices then take the collectives in different orders.
+  """
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -128,21 +127,8 @@ def test_parameters_keep_the_shardings_of_a_trainer():
     assert not embed.sharding.is_fully_replicated
 
 
-@pytest.fixture
-def _compiled_here():
-  """Compiles all programs: loaded ones with collectives can wait forever.
-
-  Devices then take the collectives in different orders.
-  """
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)
-  compilation_cache.reset_cache()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_compiled_here")
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize(("data", "model"), [(2, 0), (2, 2)])
 def test_shards_have_queues_of_their_own(data, model, tmp_path):
   axes = axes_of(data=data, model=model, axis_type=AxisType.Explicit)

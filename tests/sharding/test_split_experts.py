@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -168,21 +167,8 @@ def test_only_activations_move():
     )
 
 
-@pytest.fixture
-def _compiled_here():
-  """Compiles all programs: one for eight CPU devices waits forever if loaded.
-
-  Devices then take its collectives in different orders.
-  """
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)
-  compilation_cache.reset_cache()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_compiled_here")
+@pytest.mark.usefixtures("compiled_here")
 def test_example_equals_one_device():
   """The program of `help(jaxkv.sharding)`, with twelve lines."""
   names = _names("deepseek")
