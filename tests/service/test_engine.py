@@ -234,6 +234,13 @@ def test_scores_are_those_of_a_pass_without_a_cache(shared_engine):
   np.testing.assert_allclose(more.log_probs[3], scored.log_probs[0], atol=1e-4)
 
 
+def test_weights_of_other_shapes_are_refused(shared_engine):
+  params = _params(0) | {"embed": _params(0)["embed"][:-1]}
+  with pytest.raises(ValueError, match=r"`params\['embed'\]` must have"):
+    shared_engine.update_weights(params)
+  shared_engine.generate([[1, 2]], sampling=_GREEDY)
+
+
 def test_a_state_that_was_read_stays_valid(shared_engine):
   ids = shared_engine.submit([[1, 2, 3]], sampling=_GREEDY)
   state = shared_engine.state

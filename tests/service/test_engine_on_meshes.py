@@ -7,12 +7,14 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.service import programs
 from tests.models import tiny_decoders
 from tests.sharding.recipes import axes_of
 
@@ -45,9 +47,7 @@ def _params(seed):
 
 def _sharded_by_trainer(params):
   """Returns parameters that are split over a mesh in a way of its own."""
-  mesh = jax.sharding.Mesh(
-    np.asarray(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp")
-  )
+  mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
 
   def place(leaf):
     spec = P("fsdp") if leaf.shape[0] % 2 == 0 else P()
@@ -162,6 +162,37 @@ def test_shards_have_queues_of_their_own(data, model, tmp_path):
       ended_ids += [out.id for out in engine.harvest()]
       engine.restore(tmp_path / "saved")
     assert sorted(ended) == sorted(restored) == sorted([*ids, *copies])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_here")
+def test_shards_go_on_with_an_empty_cache_after_a_failure(monkeypatch):
+  """With the version of the weights, and with prompts that record log-probs."""
+  requests = rollout.Requests([[3, 1, 4]], [3], log_probs_from=[1])
+  with _engine(_params(0), axes=axes_of(data=2)) as engine:
+    engine.update_weights(_params(1))
+    assert len({*engine.submit(requests), *engine.submit(requests)}) == 2
+    advance = programs.advance
+
+    def failing(*arguments, **options):
+      advance(*arguments, **options)
+      raise ValueError("out of memory")
+
+    monkeypatch.setattr(programs, "advance", failing)
+    with pytest.raises(RuntimeError, match="goes on with an empty cache"):
+      engine.step()
+    monkeypatch.undo()
+    _check(engine.generate(_PROMPTS).results, _expected()[0][1])
+
+
+def test_parameters_on_devices_in_another_order_are_placed_again():
+  axes = axes_of(model=2)
+  reversed_mesh = Mesh(axes.mesh.devices[::-1], axes.mesh.axis_names)
+  params = jax.device_put(_params(0), NamedSharding(reversed_mesh, P()))
+  with _engine(params, axes=axes) as engine:
+    devices = [*axes.mesh.devices.flat]
+    for leaf in jax.tree.leaves(engine._weights.read()):
+      assert [*leaf.sharding.mesh.devices.flat] == devices
 
 
 def _exact_model():

@@ -34,13 +34,17 @@ def _run(engine: rollout.Engine) -> list[rollout.PromptSamples]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [0, 4])
 def test_a_queue_with_salts_and_priorities_takes_prompts_without(num_steps):
-  """Pages of sequences without a salt are those of sequences with salt 0."""
+  """Pages of sequences without a salt are those of sequences with salt 0.
+
+  The queue also records log-probs of prompts.
+  """
   prompt = [4, 2, 4, 2, 9]
   requests = rollout.Requests(
     [[1, 2]],
     [2],
     sampling=_GREEDY,
     priority=[3, 4],
+    log_probs_from=[1],
     salts=np.full((2, 4), 7, np.uint32),
   )
   with _engine() as source, _engine() as target:

@@ -27,8 +27,9 @@ class RolloutConfig:
       admitted together compute the prompt once, and then fork.
     max_new_tokens: the maximum number of tokens that a sequence generates in a
       turn. `Sampling.max_tokens` can lower it, and `extend` can replace it. If
-      it is 0, sequences sample nothing, and end when the log-probs of their
-      given tokens are recorded, see `Requests.log_probs_from`.
+      it is 0, sequences sample nothing, cannot be extended, and end when the
+      log-probs of their given tokens are recorded, see
+      `Requests.log_probs_from`.
     max_length: W, the maximum length of a sequence, including its prompt and
       all turns; 0 for the number of prompt columns plus `max_new_tokens`.
     stop_token: a token that ends each sequence that samples it; -1 for none.

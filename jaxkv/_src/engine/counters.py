@@ -81,7 +81,9 @@ class Counters:
       one for each slot: 0, a quarter of `prefill_chunk` if that is at least 64,
       or `prefill_chunk`. With speculation, these widths repeat for each number
       of draft columns: 0, a quarter of `draft_columns` if that is at least 2,
-      or `draft_columns`.  # [X], for X widths
+      or `draft_columns`. With `Requests.log_probs_from` the widths are 0, and
+      `prefill_chunk` without and with logits of all columns; the first is
+      missing if nothing is sampled.  # [X], for X widths
     rows: columns of all calls, including padding.
     generated: sampled tokens.
     prefilled: tokens of prompts and `extend` computed for the first time,

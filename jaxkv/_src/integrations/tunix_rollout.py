@@ -277,6 +277,18 @@ class TunixRollout:
     # `_params` is read once, because another thread can call `update_params`.
     params = self._params
     engine = self._engine_for(samples, [config for _, config in calls], params)
+    try:
+      answers = self._answers(engine, samples, params)
+    finally:
+      # Between calls, the trainer decides where the weights are.
+      engine.release_weights()
+    in_order = iter([answers[index] for index in range(len(samples))])
+    return [[*itertools.islice(in_order, len(part))] for part, _ in calls]
+
+  def _answers(
+    self, engine: rollout.Engine, samples: list[Sample], params: Any
+  ) -> dict[int, Answer]:
+    """Returns the answers by the indices of their samples."""
     is_new = self._watch.has_changed(params, by_contents=self._moves_weights)
     if is_new or not self._version:
       self._version += 1
@@ -292,18 +304,13 @@ class TunixRollout:
     # compile again.
     stream = engine.stream(requests)
     engine.update_weights(params, version=self._version)
-    try:
-      ended = [x for x in stream if isinstance(x, rollout.PromptSamples)]
-    finally:
-      # Between calls, the trainer decides where the weights are.
-      engine.release_weights()
+    ended = [x for x in stream if isinstance(x, rollout.PromptSamples)]
     answers = {}
     ended.sort(key=lambda out: out.id)
     for group, out in zip(groups, ended, strict=True):
       for row, index in enumerate(group):
         answers[index] = _answer(out.results, row)
-    in_order = iter([answers[index] for index in range(len(samples))])
-    return [[*itertools.islice(in_order, len(part))] for part, _ in calls]
+    return answers
 
   def _engine_for(
     self, samples: list[Sample], configs: list[Any], params: Any
@@ -341,7 +348,7 @@ class TunixRollout:
       max_length=max_length,
       prefill_chunk=self._prefill_chunk,
     )
-    # Only now, because the old engine stays if the new one cannot be made.
+    # First, because both may not fit the devices.
     if self._engine is not None:
       self._engine.close()
     self._engine = None

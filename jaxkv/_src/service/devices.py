@@ -94,10 +94,17 @@ class Weights:
 
   def placed(self, params: Any) -> Any:
     """Returns new weights with the dtypes and shardings of the first ones."""
-    # Other dtypes would compile again, and change the log-probs.
-    params = jax.tree.map(
-      lambda old, new: new.astype(old.dtype, copy=False), self._params, params
-    )
+
+    def as_first(path: Any, old: Any, new: Any) -> Any:
+      if new.shape != old.shape:
+        raise ValueError(
+          f"`params{jax.tree_util.keystr(path)}` must have the shape "
+          f"{[*old.shape]} of the first weights, got {[*new.shape]}."
+        )
+      # Other dtypes would compile again, and change the log-probs.
+      return new.astype(old.dtype, copy=False)
+
+    params = jax.tree_util.tree_map_with_path(as_first, self._params, params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, self._params)
     return jax.device_put(params, shardings)
 
@@ -136,12 +143,13 @@ def _placed_first(
   for leaf in _arrays_on_several_devices(params):
     if leaf.devices() != devices:
       raise ValueError(
-        "`params` must be on the devices of `axes.mesh`, got an array on "
-        f"{len(leaf.devices())} others; place them with jax.device_put(params, "
-        "jaxkv.sharding.param_shardings(params, axes=axes))."
+        "`params` must be on the devices of one mesh, that of `axes`, got an "
+        f"array on {len(leaf.devices())} others; place them with "
+        "jax.device_put(params, jaxkv.sharding.param_shardings(params, "
+        "axes=axes))."
       )
   leaves, structure = jax.tree.flatten(params)
-  shardings = [_own_sharding(leaf, devices) for leaf in leaves]
+  shardings = [_own_sharding(leaf, axes.mesh) for leaf in leaves]
   if None in shardings:
     new_shardings = param_shardings(
       params, axes=MeshAxes(axes.mesh) if model.decoder is None else axes
@@ -167,12 +175,15 @@ def _arrays_on_several_devices(params: Any) -> list[jax.Array]:
   return [leaf for leaf in leaves if len(leaf.sharding.device_set) > 1]
 
 
-def _own_sharding(leaf: Any, devices: set[Any]) -> NamedSharding | None:
-  """Returns the sharding of an array that is on a mesh of `devices`."""
+def _own_sharding(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+  """Returns the sharding of an array that is on the devices of a mesh.
+
+  None if they are in another order, in which no program could use both.
+  """
   sharding = getattr(leaf, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return None
-  if sharding.device_set != devices:
+  if [*_auto(sharding.mesh).devices.flat] != [*mesh.devices.flat]:
     return None
   return NamedSharding(_auto(sharding.mesh), sharding.spec)
 

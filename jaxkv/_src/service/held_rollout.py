@@ -49,6 +49,8 @@ _MAX_STEPS = 2**12
 _SECONDS = 0.5
 """The time of a span of steps, after which the host looks at the results."""
 
+_OPTIONAL_FIELDS = "sampling", "extra", "salts", "priority", "log_probs_from"
+
 
 class HeldRollout:
   """A rollout whose programs update it in place, or an empty one after a fault.
@@ -410,17 +412,19 @@ class HeldRollout:
     memory = state.memory
     version = _largest(memory.cache.epoch)
     renewed = self._init(memory, template, version=version)
-    self._state = dataclasses.replace(
-      renewed, counters=state.counters, log=state.log
-    )
+    counters = state.counters
+    if (queue.log_probs_from is None) != (template.log_probs_from is None):
+      # A call of the model then has other widths.
+      counters = dataclasses.replace(counters, calls=renewed.counters.calls)
+    self._state = dataclasses.replace(renewed, counters=counters, log=state.log)
 
   def _queue(self) -> Queue:
-    """Returns a queue with the optional fields of the first shard."""
+    """Returns the queue, with the fields that `adopt` reads of one shard."""
     queue = self.read().queue
     if not self.is_split:
       return queue
-    fields = "tokens", "sampling", "extra", "salts", "priority"
-    own_fields = {name: getattr(queue, name) for name in fields}
+    own_fields = {name: getattr(queue, name) for name in _OPTIONAL_FIELDS}
+    own_fields["tokens"] = queue.tokens
     of_first = jax.tree.map(lambda leaf: leaf[0], own_fields)
     return dataclasses.replace(queue, **of_first)
 
@@ -430,7 +434,7 @@ class HeldRollout:
     self._forget()
     state = self._empty()
     for _ in range(self.version):
-      state, _ = programs.update_weights(state, policy="keep")
+      state, _ = programs.update_weights(state, policy="keep", axes=self._axes)
     self._state = state
 
   def _forget(self) -> None:

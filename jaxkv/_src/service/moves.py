@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.queue.queue import SequenceStatus
 from jaxkv._src.engine.queue.requests import Requests
 from jaxkv._src.engine.state import RolloutState
@@ -65,6 +66,7 @@ def import_sequences(
       queue.prompt_length,
       sampling=sampling,
       priority=queue.priority,
+      log_probs_from=queue.log_probs_from,
       salts=queue.salts,
       extra=queue.extra,
     )
@@ -89,15 +91,17 @@ def _check_single(held: HeldRollout) -> None:
 
 
 def _with_fields(exported: Exported, state: RolloutState) -> Exported:
-  """Adds priorities and salts of 0, which mean none, if a queue has them."""
+  """Adds the fields that a queue has, with values that mean none."""
   queue = exported.queue
   layout = dict(exported.layout)
   own_layout = dict(layout_of(state))
-  for name in ("priority", "salts"):
+  neutral = {"priority": 0, "salts": 0, "log_probs_from": indexing.NOWHERE}
+  for name, value in neutral.items():
     rows = getattr(state.queue, name)
     if rows is not None and getattr(queue, name) is None:
-      zeros = np.zeros((len(queue.ids), *rows.shape[1:]), rows.dtype)
-      queue = dataclasses.replace(queue, **{name: zeros})
+      shape = len(queue.ids), *rows.shape[1:]
+      filled = np.full(shape, value, rows.dtype)
+      queue = dataclasses.replace(queue, **{name: filled})
       layout[f"Requests.{name}"] = own_layout[f"Requests.{name}"]
   return dataclasses.replace(
     exported, queue=queue, layout=tuple(layout.items())

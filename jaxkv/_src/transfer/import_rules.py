@@ -56,6 +56,7 @@ def layout_of(state: RolloutState) -> tuple[tuple[str, str], ...]:
     ("pages", ", ".join(pages)),
     *((f"RolloutConfig.{x}", str(getattr(state.config, x))) for x in _OPTIONS),
     ("RolloutConfig.max_length", str(queue.width)),
+    ("RolloutConfig.max_new_tokens > 0", str(state.config.max_new_tokens > 0)),
     ("key", str(queue.keys.dtype)),
     ("Requests.priority", types(queue.priority)),
     ("Requests.log_probs_from", types(queue.log_probs_from)),

@@ -119,14 +119,17 @@ def end_given(
 ) -> tuple[Queue, Array]:
   """Ends sequences in `is_complete`, bool[B], that sample no token.
 
+  Sequences with a recorded log-prob that is NaN fail.
+
   Returns:
     The queue; bool[B], slots whose sequence ended.
   """
   length = indexing.take(queue.length, slots.row)
-  ended = is_complete & (length >= indexing.take(queue.limit, slots.row))
+  is_over = length >= indexing.take(queue.limit, slots.row)
   # A token of probability 0 has the log-prob -inf, and fails no sequence.
   values = indexing.take(queue.log_probs, slots.row)
-  is_bad = ended & jnp.any(jnp.isnan(values), axis=1)
+  is_bad = is_complete & jnp.any(jnp.isnan(values), axis=1)
+  ended = (is_complete & is_over) | is_bad
   queue = set_status(queue, slots.row, ended, SequenceStatus.DONE)
   ended_rows = indexing.where_valid(ended, slots.row)
   finish = indexing.put(queue.finish, ended_rows, values=int(Finish.LENGTH))

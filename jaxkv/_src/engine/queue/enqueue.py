@@ -58,6 +58,7 @@ def new_queue(
     budget = jnp.minimum(budget, sampling.max_tokens)
   # `init` raises for concrete values that are out of range. Traced values, and
   # all values from `submit`, are checked only here.
+  # `Sampling.max_tokens` is at least 1, so a budget is 0 only by `config`.
   least_tokens = 1 if requests.log_probs_from is None else 0
   is_bad = (lengths < 1) | (lengths > columns) | (budget < least_tokens)
   # The sum of length and budget can overflow, so this subtracts instead.

@@ -74,8 +74,8 @@ class Queue:
     prompt_length: the length of the prompt in `Requests`.  # int32[Q]
     length: the total number of tokens.  # int32[Q]
     start: the length at the start of the current turn.  # int32[Q]
-    limit: the length at which the sequence ends. Its last token is never
-      computed.  # int32[Q]
+    limit: the length at which the sequence ends. The model never computes the
+      token at which a sequence reaches it.  # int32[Q]
     budget: the default maximum number of tokens sampled in a turn.  # int32[Q]
     log_probs: see `Generated`.  # float32[Q, W]
     versions: see `Generated`; NOT_SAMPLED is -1.  # int32[Q, W]

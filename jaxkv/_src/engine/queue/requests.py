@@ -275,17 +275,18 @@ def _is_readable(array: Any) -> bool:
 def width_of(columns: int, config: RolloutConfig) -> int:
   """Returns W for prompts of `columns` tokens; raises if W is too small."""
   width = config.max_length or columns + config.max_new_tokens
-  # Without new tokens, a prompt may fill the width.
-  check_columns(columns, width + (config.max_new_tokens == 0))
+  check_columns(columns, width, config)
   return width
 
 
-def check_columns(columns: int, width: int) -> None:
-  """Raises ValueError unless `columns` is below `width`."""
-  if columns >= width:
+def check_columns(columns: int, width: int, config: RolloutConfig) -> None:
+  """Raises ValueError unless prompts leave room in W = `width` columns."""
+  # Without new tokens, a prompt may fill the width.
+  most_columns = width - (config.max_new_tokens > 0)
+  if columns > most_columns:
     raise ValueError(
-      f"`requests.tokens` must have fewer than {width} columns, got {columns}; "
-      "raise RolloutConfig.max_length, or cut the prompts."
+      f"`requests.tokens` must have at most {most_columns} columns, got "
+      f"{columns}; raise RolloutConfig.max_length, or cut the prompts."
     )
 
 

@@ -65,9 +65,15 @@ def extend(
     sequence could exceed W tokens.
 
   Raises:
-    ValueError: `priority` is given, and `init` had no priorities.
+    ValueError: `priority` is given, and `init` had no priorities; or the
+      rollout samples nothing.
   """
   check_single(state)
+  if not state.config.max_new_tokens:
+    raise ValueError(
+      "`RolloutConfig.max_new_tokens` must be at least 1 to extend sequences, "
+      "got 0: the rollout has no sampler."
+    )
   ids = as_ids(ids)
   rows = ids.shape[0]
   meaning = ", a row for each sequence"

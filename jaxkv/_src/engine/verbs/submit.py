@@ -103,7 +103,7 @@ def matching(
   queue: Queue, requests: Requests, config: RolloutConfig
 ) -> Requests:
   """Returns requests with the optional fields of the queue, or raises."""
-  check_columns(requests.tokens.shape[1], queue.width)
+  check_columns(requests.tokens.shape[1], queue.width, config)
   if (requests.salts is None) != (queue.salts is None):
     presence = "none" if requests.salts is None else "some"
     raise ValueError(
