@@ -250,6 +250,16 @@ def test_a_prompt_that_is_too_long_is_refused(model):
   engine.generate(_TEXTS, setup.config())  # It still works.
 
 
+def test_a_call_that_fails_keeps_no_weights(model):
+  """Between calls, the trainer decides where the weights are."""
+  engine = setup.ours(model)
+  with pytest.raises(ValueError, match="must leave room"):
+    engine.generate([setup.prompt(1, 60)], setup.config())
+  assert engine._engine._weights.is_released
+  engine.generate([setup.prompt(1, 5)], setup.config())
+  assert engine._engine._weights.is_released
+
+
 def test_a_failed_engine_changes_nothing(model):
   engine = setup.ours(model, page_size=4)
   engine.generate(_TEXTS, setup.config())
