@@ -45,6 +45,7 @@ Training:
 |---|---|
 | `grouped` | returns samples in groups of equal prompts for a loss |
 | `score` | computes log-probs of given completions |
+| `Requests.log_probs_from` | records log-probs of prompts and `extend` |
 | `update_weights` | starts a new version of the weights |
 | `Generated`, `Harvested`, `Grouped`, `Scored` | results |
 

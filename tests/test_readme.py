@@ -11,7 +11,6 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv import rollout
 from jaxkv import sharding
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -50,7 +49,8 @@ def test_the_engine_continues_texts(small_model):
   loaded = types.SimpleNamespace(load=lambda _: small_model)
   program = _OF_ENGINE.replace("engine.generate", "out = engine.generate")
   program = program.replace("The capital of France is", "1 is")
-  names = {"models": loaded, "rollout": rollout}
+  program = program.replace("models.load", "loaded.load")
+  names = {"loaded": loaded}
   exec(compile(program, "README.md", "exec"), names)
   ((text,),) = names["out"]
   assert isinstance(text, str) and text
