@@ -48,11 +48,11 @@ def _check_given(out: rollout.Generated) -> None:
     _params(), _PROMPTS, positions, config=_DECODER
   )
   log_probs = np.asarray(jax.nn.log_softmax(logits))
-  for row, (start, stop) in enumerate([(1, 6), (3, 4)]):
-    columns = np.arange(start, stop)
+  for row, (first_column, end_column) in enumerate([(1, 6), (3, 4)]):
+    columns = np.arange(first_column, end_column)
     expected = log_probs[row, columns - 1, _PROMPTS[row, columns]]
     np.testing.assert_allclose(out.log_probs[row, columns], expected, atol=1e-5)
-    assert not np.any(out.log_probs[row, :start])
+    assert not np.any(out.log_probs[row, :first_column])
 
 
 def test_rollouts_that_sample_nothing_end_with_their_log_probs():

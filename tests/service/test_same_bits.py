@@ -32,19 +32,23 @@ def test_engine_score_and_trainer_have_the_same_bits(name):
     results = engine.generate(prompts).results
     spans = list(zip(results.prompt_lengths, results.lengths, strict=True))
     completions = [
-      [row[start:stop].tolist()]
-      for row, (start, stop) in zip(results.tokens, spans, strict=True)
+      [row[prompt_length:length].tolist()]
+      for row, (prompt_length, length) in zip(
+        results.tokens, spans, strict=True
+      )
     ]
     scored = engine.score(prompts, completions).log_probs[:, 0]
   trainer = jax.jit(functools.partial(models.grouped_log_probs, config=decoder))
-  for row, (start, stop) in enumerate(spans):
-    drawn = results.log_probs[row, start:stop]
+  for row, (prompt_length, length) in enumerate(spans):
+    sampled_log_probs = results.log_probs[row, prompt_length:length]
     trained = trainer(
       params,
       np.asarray([prompts[row]], np.int32),
-      np.asarray([start]),
+      np.asarray([prompt_length]),
       np.asarray([completions[row]], np.int32),
-      np.asarray([[stop - start]]),
+      np.asarray([[length - prompt_length]]),
     )
-    np.testing.assert_array_equal(scored[row, : stop - start], drawn)
-    np.testing.assert_array_equal(trained[0, 0], drawn)
+    np.testing.assert_array_equal(
+      scored[row, : length - prompt_length], sampled_log_probs
+    )
+    np.testing.assert_array_equal(trained[0, 0], sampled_log_probs)
