@@ -106,6 +106,9 @@ _LOOP = {
     returned(lambda out, g: out | ~out),
     _PARTS + "test_drafts_leave_the_last_pages",
   ),
+}
+
+_OF_DEVICES = {
   "a rollout is not brought to its memory": (
     "state:_beside",
     returned(lambda out, g: g.tree),
@@ -131,4 +134,7 @@ _OF_VERBS = {
   ),
 }
 
-MUTANTS = table("jaxkv._src.engine", "tests/engine", _QUEUE | _LOOP | _OF_VERBS)
+MUTANTS = {
+  **table("jaxkv._src.engine", "tests/engine", _QUEUE | _LOOP | _OF_VERBS),
+  **table("jaxkv._src.engine", "tests/sharding", _OF_DEVICES),
+}

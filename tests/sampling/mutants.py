@@ -10,7 +10,7 @@ from tests.tools.mistakes import table
 _CUTOFFS = "sampling/test_filters.py::TestByHand"
 _MIXED = "sampling/test_sample.py::TestMixed"
 _PENALTIES = "sampling/test_penalties.py::"
-_SEQUENCES = "rollout/test_by_hand.py::test_tokens_equal_plain_python"
+_SEQUENCES = "engine/test_by_hand.py::test_tokens_equal_plain_python"
 
 
 def _least_likely(g):
