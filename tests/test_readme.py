@@ -50,7 +50,7 @@ def test_the_engine_continues_texts(small_model):
   program = _OF_ENGINE.replace("engine.generate", "out = engine.generate")
   program = program.replace("The capital of France is", "1 is")
   program = program.replace("models.load", "loaded.load")
-  names = {"loaded": loaded}
+  names: dict[str, Any] = {"loaded": loaded}
   exec(compile(program, "README.md", "exec"), names)
   ((text,),) = names["out"]
   assert isinstance(text, str) and text
