@@ -34,7 +34,6 @@ from jaxkv._src.engine.pages.grow import num_new_pages
 from jaxkv._src.engine.results import timeline
 from jaxkv._src.engine.sampling.sample_and_verify import Sampled
 from jaxkv._src.engine.sampling.sample_and_verify import sample_tokens
-from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import missing_tokens
 from jaxkv._src.engine.state import RolloutState
@@ -157,7 +156,7 @@ def decode(
   max_counts = first_round.counts + num_more
   size_of_log = max(config.timeline, 1)
   first_log_row = state.counters.steps.modulo(size_of_log)
-  widths = (Width(drafts=0, prompts=0),)
+  widths = (schedule.DECODE_ONLY,)
 
   def is_decoding(going: Array) -> Array:
     return sharding.any_shard(jnp.any(going), config.lockstep_axis)

@@ -41,6 +41,10 @@ class Width(NamedTuple):
     return self.drafts + self.prompts
 
 
+DECODE_ONLY = Width(drafts=0, prompts=0)
+"""The width of a call in which each slot computes at most one token."""
+
+
 class Drafts(NamedTuple):
   """Draft tokens of each slot.
 

@@ -155,7 +155,9 @@ def _placed_first(
       params, axes=MeshAxes(axes.mesh) if model.decoder is None else axes
     )
     pairs = zip(shardings, jax.tree.leaves(new_shardings), strict=True)
-    shardings = [own or new_sharding for own, new_sharding in pairs]
+    shardings = [
+      old_sharding or new_sharding for old_sharding, new_sharding in pairs
+    ]
   params = structure.unflatten(jax.device_put(leaves, shardings))
   if axes.data is not None:
     check_placed(params, axes)

@@ -250,7 +250,7 @@ def shape_of_logits(params: Any, state: RolloutState, *, model: Model) -> Any:
   def last_logits(state: RolloutState) -> Array:
     zeros = jnp.zeros((state.slots.size,), jnp.int32)
     work = schedule.decode_work(zeros > 0, zeros)
-    widths = (Width(drafts=0, prompts=0),)
+    widths = (schedule.DECODE_ONLY,)
     _, logits = call_model(params, state, work, model=model, widths=widths)
     assert logits.last is not None  # It is None only before the call.
     return logits.last

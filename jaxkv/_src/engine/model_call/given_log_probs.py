@@ -89,12 +89,12 @@ def record_given(
   if config.entropy or config.top_log_probs:
     observed = _observe(logits, tokens, raw, config)
     observed = dataclasses.replace(observed, raw_log_probs=raw)
-  kept = {
+  new_records = {
     name: put(array, values)
     for name, array in vars(records).items()
     if array is not None and (values := getattr(observed, name)) is not None
   }
-  return put(all_log_probs, raw), dataclasses.replace(records, **kept)
+  return put(all_log_probs, raw), dataclasses.replace(records, **new_records)
 
 
 def _observe(
